@@ -1,0 +1,29 @@
+"""CUDA kernels for the serial parts of block speculative decoding: drafting head and verification.
+
+The public functions come in on first use, and Torch with them: `import domino_kernels` and
+`build_info()` work without Torch and touch no CUDA state.
+"""
+
+from importlib import import_module
+
+from domino_kernels.build import build_info
+from domino_kernels.version import __version__
+
+# public name -> module that holds it; a new op adds one entry
+_HOME = {
+    "gru_step": "domino_kernels.ops.head",
+}
+
+__all__ = ["__version__", "build_info", *_HOME]
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)
