@@ -1,1 +1,36 @@
-"""Block speculative decoding with a Domino drafter, on top of domino_kernels."""
+"""domino_draft: train a Domino drafter and decode with it, for any `transformers` causal LM.
+
+Importing this package loads neither Torch nor `transformers`; every name below is resolved on
+first use.
+"""
+
+from importlib import import_module
+
+_EXPORTS = {
+    "DominoConfig": "config",
+    "DFlashBackbone": "backbone",
+    "block_mask": "backbone",
+    "DominoHead": "head",
+    "DominoDrafter": "drafter",
+    "RowCache": "cache",
+    "Target": "target",
+    "Drafter": "generate",
+    "DraftSession": "generate",
+    "GenerateResult": "generate",
+    "generate": "generate",
+    "stream": "generate",
+    "GreedyReport": "losslessness",
+    "greedy_report": "losslessness",
+}
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(set(globals()) | set(_EXPORTS))

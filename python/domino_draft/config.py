@@ -1,0 +1,299 @@
+"""The drafter's configuration: every public `config.json` form in, one public form out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+PROJECTORS = {"domino": "domino", "causal_v5": "domino", "dflash": "dflash"}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _error(field: str, got: Any, expected: str) -> ValueError:
+    return ValueError(f"DominoConfig: {field}: got {got!r}, expected {expected}")
+
+
+def _pick(field: str, sources: Sequence[Mapping[str, Any]], default: Any = None) -> Any:
+    """The value of `field` in the sources that carry it; values that differ are an error."""
+    found = [source[field] for source in sources if source.get(field) is not None]
+    if not found:
+        return default
+    for other in found[1:]:
+        if other != found[0]:
+            raise _error(field, (found[0], other), "one value in every place it is written")
+    return found[0]
+
+
+def default_target_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
+    """Evenly spaced target layers: 36 layers and 5 features give 1, 9, 17, 25, 33."""
+    if num_features == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_features - 1)
+    return tuple(round(1 + i * step) for i in range(num_features))
+
+
+@dataclass(frozen=True)
+class DominoConfig:
+    """Shape and conventions of a drafter (arXiv 2605.29707 and its public checkpoints).
+
+    `target_layer_ids` are 0-based decoder layers whose OUTPUT is a feature. `shift_label`: slot i
+    of a block predicts the token at anchor + i + 1 (True) or anchor + i (False).
+    `mask_token_id` may be None when the file names only a string (`mask_token`); give a
+    tokenizer to `resolve_mask_token` then. The target itself is not needed to build a config.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int | None = None
+    target_layer_ids: tuple[int, ...] = ()
+    block_size: int = 16
+    mask_token_id: int | None = None
+    mask_token: str = "<|MASK|>"
+    projector_type: str = "domino"
+    emb_dim: int = 256
+    gru_hidden_dim: int = 1024
+    pure_draft_prefix_len: int = 1
+    shift_label: bool = True
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_position_embeddings: int = 40960
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for field in fields(self):
+            value = getattr(self, field.name)
+            optional = value is None and field.type == "int | None"
+            if "int" in field.type.split(" | ") and not optional and type(value) is not int:
+                raise _error(field.name, value, "an integer")
+        if self.projector_type not in PROJECTORS:
+            raise _error("projector_type", self.projector_type, f"one of {sorted(PROJECTORS)}")
+        put("projector_type", PROJECTORS[self.projector_type])
+        put("dtype", str(self.dtype).removeprefix("torch."))
+        if self.dtype not in DTYPES:
+            raise _error("dtype", self.dtype, f"one of {DTYPES}")
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "vocab_size", "num_target_layers", "emb_dim",
+            "gru_hidden_dim", "max_position_embeddings",
+        ):  # fmt: skip
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise _error(name, getattr(self, name), "at least 1")
+        if self.block_size < 2:
+            raise _error("block_size", self.block_size, "at least 2 (the anchor and one mask)")
+        if self.pure_draft_prefix_len < 0:
+            raise _error("pure_draft_prefix_len", self.pure_draft_prefix_len, "at least 0")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise _error(
+                "num_attention_heads",
+                self.num_attention_heads,
+                f"a multiple of num_key_value_heads = {self.num_key_value_heads}",
+            )
+        if self.head_dim % 2:
+            raise _error("head_dim", self.head_dim, "an even number (rotary halves)")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise _error(
+                "mask_token_id", self.mask_token_id, f"an id below vocab_size = {self.vocab_size}"
+            )
+        layers = self.num_target_layers
+        ids = tuple(self.target_layer_ids)
+        if not ids:
+            if layers is None:
+                raise _error("num_target_layers", None, "a value (or target_layer_ids)")
+            ids = default_target_layer_ids(layers, self.num_hidden_layers)
+        inside = all(type(i) is int and i >= 0 and (layers is None or i < layers) for i in ids)
+        if not inside or len(set(ids)) != len(ids):
+            raise _error(
+                "target_layer_ids",
+                list(ids),
+                f"distinct 0-based layers below num_target_layers = {layers}",
+            )
+        put("target_layer_ids", ids)
+        types = tuple(self.layer_types) or ("full_attention",) * self.num_hidden_layers
+        if len(types) != self.num_hidden_layers or not set(types) <= set(LAYER_TYPES):
+            raise _error(
+                "layer_types", list(types), f"{self.num_hidden_layers} entries out of {LAYER_TYPES}"
+            )
+        put("layer_types", types)
+        if "sliding_attention" in types and not (self.sliding_window or 0) >= 1:
+            raise _error(
+                "sliding_window", self.sliding_window, "a window of at least 1 (layer_types slide)"
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        """Ids that one block can propose: one a slot with shift_label, one a mask without."""
+        return self.block_size if self.shift_label else self.block_size - 1
+
+    @property
+    def num_features(self) -> int:
+        return len(self.target_layer_ids)
+
+    def slots_for(self, num_drafts: int) -> int:
+        """Block slots (anchor included) that must be run to propose `num_drafts` ids."""
+        if not 1 <= num_drafts <= self.max_drafts:
+            raise ValueError(
+                f"num_drafts: got {num_drafts}, expected 1..{self.max_drafts} "
+                f"(block_size {self.block_size}, shift_label {self.shift_label})"
+            )
+        return num_drafts if self.shift_label else num_drafts + 1
+
+    def resolve_mask_token(self, tokenizer) -> DominoConfig:
+        """This config with `mask_token_id` looked up in a tokenizer if only its string is known."""
+        if self.mask_token_id is not None:
+            return self
+        token_id = tokenizer.get_vocab().get(self.mask_token) if tokenizer is not None else None
+        if token_id is None:
+            raise _error(
+                "mask_token",
+                self.mask_token,
+                "a token of the target's tokenizer, or mask_token_id in dflash_config",
+            )
+        return replace(self, mask_token_id=token_id)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DominoConfig:
+        """Read a parsed `config.json`: z-lab, author, SpecForge, or speculators form."""
+        inner = data.get("dflash_config") or {}
+        body = data.get("transformer_layer_config") or {}  # speculators nests the decoder's shape
+        shape = [source for source in (data, body) if source]
+        draft = [source for source in (inner, data) if source]
+
+        def required(name: str) -> Any:
+            value = _pick(name, shape)
+            if value is None:
+                raise _error(name, None, "a value (the field is missing)")
+            return value
+
+        projector = _pick("projector_type", draft)
+        architectures = data.get("architectures") or []
+        if projector is None:
+            domino = any("Domino" in name for name in architectures)
+            projector = "domino" if domino or _pick("emb_dim", draft) else "dflash"
+        elif PROJECTORS.get(projector) == "dflash" and any("Domino" in a for a in architectures):
+            raise _error("projector_type", projector, f"'domino' (architectures {architectures})")
+
+        shift = _pick("shift_label", draft)
+        from_anchor = data.get("sample_from_anchor")
+        if shift is not None and from_anchor is not None and shift != from_anchor:
+            raise _error("sample_from_anchor", from_anchor, f"shift_label = {shift}")
+        shift = from_anchor if shift is None else shift
+        if shift is None:
+            shift = projector in PROJECTORS and PROJECTORS[projector] == "domino"
+        if not isinstance(shift, bool):
+            raise _error("shift_label", shift, "true or false")
+
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        values: dict[str, Any] = {name: required(name) for name in (*names, "vocab_size")}
+        heads = values["num_attention_heads"]
+        values["num_key_value_heads"] = _pick("num_key_value_heads", shape, heads)
+        values["head_dim"] = _pick("head_dim", shape, values["hidden_size"] // heads)
+        draft_vocab = _pick("draft_vocab_size", draft)
+        if draft_vocab not in (None, values["vocab_size"]):
+            raise _error(
+                "draft_vocab_size", draft_vocab, f"vocab_size = {values['vocab_size']} (no remap)"
+            )
+
+        layer_ids = _pick("target_layer_ids", draft)
+        aux = _pick("aux_hidden_state_layer_ids", draft)
+        if (
+            aux is not None
+        ):  # these number the embedding output 0, so the output of layer id is id+1
+            aux = [i - 1 for i in aux]
+            if layer_ids is not None and list(layer_ids) != aux:
+                raise _error(
+                    "aux_hidden_state_layer_ids", aux, f"target_layer_ids + 1 ({layer_ids})"
+                )
+            layer_ids = aux
+
+        rope = _pick("rope_parameters", shape) or _pick("rope_scaling", shape) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise _error("rope_parameters.rope_type", kind, "'default'")
+        theta = _pick("rope_theta", [*shape, rope], 1e6)
+        for name, expected in (("attention_bias", False), ("hidden_act", "silu")):
+            if _pick(name, shape, expected) != expected:
+                raise _error(name, _pick(name, shape), repr(expected))
+        layers = values["num_hidden_layers"]
+        return cls(
+            **values,
+            num_target_layers=_pick("num_target_layers", draft),
+            target_layer_ids=tuple(layer_ids or ()),
+            block_size=_block_size(data, draft, shift),
+            mask_token_id=_pick("mask_token_id", draft),
+            mask_token=_pick("mask_token", draft, "<|MASK|>"),
+            projector_type=projector,
+            emb_dim=_pick("emb_dim", draft, 256),
+            gru_hidden_dim=_pick("gru_hidden_dim", draft, 1024),
+            pure_draft_prefix_len=_pick("pure_draft_prefix_len", draft, 1),
+            shift_label=shift,
+            rms_norm_eps=float(_pick("rms_norm_eps", shape, 1e-6)),
+            rope_theta=float(theta),
+            max_position_embeddings=_pick("max_position_embeddings", shape, 40960),
+            layer_types=tuple(_pick("layer_types", shape, ["full_attention"] * layers)),
+            sliding_window=_pick("sliding_window", shape),
+            dtype=_pick("dtype", shape) or _pick("torch_dtype", shape) or "bfloat16",
+        )
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike) -> DominoConfig:
+        """Read `config.json` in a local folder."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"DominoConfig.from_pretrained: folder: got {folder}, no config.json")
+        return cls.from_dict(json.loads(path.read_text()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The public `config.json` form (as the Qwen3-4B/8B Domino checkpoints write it)."""
+        values = asdict(self)
+        inner = {
+            "target_layer_ids": list(values.pop("target_layer_ids")),
+            "mask_token_id": values.pop("mask_token_id"),
+            "projector_type": values.pop("projector_type"),
+            "shift_label": values.pop("shift_label"),
+        }
+        mask_token = values.pop("mask_token")
+        if inner["mask_token_id"] is None:
+            inner["mask_token"] = mask_token
+        head = {n: values.pop(n) for n in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")}
+        if self.projector_type == "domino":
+            inner |= head
+        values["layer_types"] = list(values["layer_types"])
+        return {
+            "architectures": [
+                "DominoDraftModel" if self.projector_type == "domino" else "DFlashDraftModel"
+            ],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            **values,
+            "dflash_config": inner,
+        }
+
+
+def _block_size(data: Mapping[str, Any], draft: Sequence[Mapping[str, Any]], shift: bool) -> int:
+    """`block_size`, or what `speculative_tokens` of the speculators form says about it."""
+    block = _pick("block_size", draft)
+    methods = (data.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = _pick("speculative_tokens", [*draft, methods[0]])
+    if tokens is None:
+        return 16 if block is None else block
+    implied = tokens if shift else tokens + 1
+    if block is not None and implied > block:
+        raise _error("speculative_tokens", tokens, f"at most {block if shift else block - 1}")
+    return implied if block is None else block

@@ -1,0 +1,223 @@
+"""Every public configuration form, and the errors that name a field."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+from domino_draft import DominoConfig
+
+QWEN3_8B = {
+    "architectures": ["DominoDraftModel"],
+    "auto_map": {"AutoModel": "domino.DominoDraftModel"},
+    "model_type": "qwen3",
+    "block_size": 16,
+    "num_target_layers": 36,
+    "num_hidden_layers": 5,
+    "layer_types": ["full_attention"] * 5,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "sliding_window": None,
+    "emb_dim": 256,
+    "dflash_config": {
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "mask_token_id": 151669,
+        "projector_type": "domino",
+        "emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    },
+}
+
+
+def edited(top=None, inner=None, drop=(), drop_inner=()):
+    data = copy.deepcopy(QWEN3_8B) | (top or {})
+    data["dflash_config"] = data["dflash_config"] | (inner or {}) if data["dflash_config"] else None
+    for name in drop:
+        del data[name]
+    for name in drop_inner:
+        del data["dflash_config"][name]
+    return data
+
+
+BASE = DominoConfig.from_dict(QWEN3_8B)
+
+
+def test_public_domino_form():
+    assert (BASE.projector_type, BASE.shift_label, BASE.max_drafts) == ("domino", True, 16)
+    assert BASE.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (BASE.emb_dim, BASE.gru_hidden_dim, BASE.mask_token_id) == (256, 1024, 151669)
+    assert BASE.head_dim == 128 and BASE.rope_theta == 1e6 and BASE.dtype == "bfloat16"
+
+
+INNER_PLACES = ["block_size", "num_target_layers"]
+OUTER_PLACES = ["target_layer_ids", "mask_token_id", "projector_type", "gru_hidden_dim"]
+
+
+@pytest.mark.parametrize("name", INNER_PLACES)
+def test_top_level_field_may_live_in_dflash_config(name):
+    data = edited(inner={name: QWEN3_8B[name]}, drop=[name])
+    assert DominoConfig.from_dict(data) == BASE
+
+
+@pytest.mark.parametrize("name", [*OUTER_PLACES, "emb_dim", "shift_label"])
+def test_dflash_field_may_live_at_top_level(name):
+    data = edited(top={name: QWEN3_8B["dflash_config"][name]}, drop_inner=[name])
+    assert DominoConfig.from_dict(data) == BASE
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        edited(drop=["emb_dim"]),
+        edited(inner={"projector_type": "causal_v5"}),
+        edited(
+            drop=["rope_theta"],
+            top={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        ),
+        edited(drop_inner=["target_layer_ids"]),  # the default formula gives 1, 9, 17, 25, 33
+        edited(drop=["layer_types", "dtype"], top={"torch_dtype": "bfloat16"}),
+        {k: v for k, v in QWEN3_8B.items() if k != "dflash_config"}
+        | QWEN3_8B["dflash_config"]
+        | {"dflash_config": None},
+    ],
+    ids=["emb_dim-inner", "causal_v5", "rope_parameters", "default-ids", "torch_dtype", "null"],
+)
+def test_equivalent_forms(data):
+    assert DominoConfig.from_dict(data) == BASE
+
+
+def test_speculators_form():
+    shape = {k: QWEN3_8B[k] for k in QWEN3_8B if k.endswith(("size", "heads", "dim", "layers"))}
+    for name in ("block_size", "emb_dim", "num_target_layers"):
+        shape.pop(name, None)
+    data = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": shape | {"rms_norm_eps": 1e-6, "rope_theta": 1e6},
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "mask_token_id": 151669,
+        "sample_from_anchor": True,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 8}]},
+        "draft_vocab_size": 151936,
+    }
+    config = DominoConfig.from_dict(data)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (config.projector_type, config.shift_label, config.block_size) == ("dflash", True, 8)
+    assert config.hidden_size == 4096 and config.num_target_layers is None
+    data["sample_from_anchor"] = False
+    config = DominoConfig.from_dict(data)
+    assert (config.shift_label, config.block_size, config.max_drafts) == (False, 9, 8)
+    data["block_size"] = 8
+    with pytest.raises(ValueError, match=r"speculative_tokens: got 8, expected at most 7"):
+        DominoConfig.from_dict(data)
+
+
+def test_plain_dflash_form_has_no_shift():
+    data = edited(
+        top={"architectures": ["DFlashDraftModel"]},
+        drop=["emb_dim"],
+        drop_inner=["projector_type", "emb_dim", "gru_hidden_dim", "shift_label"],
+    )
+    config = DominoConfig.from_dict(data)
+    assert (config.projector_type, config.shift_label, config.max_drafts) == ("dflash", False, 15)
+
+
+def test_mask_token_string_is_looked_up():
+    class Tokenizer:
+        def get_vocab(self):
+            return {"<|MASK|>": 7, "<fill>": 9}
+
+    config = DominoConfig.from_dict(edited(drop_inner=["mask_token_id"]))
+    assert config.mask_token_id is None
+    assert config.resolve_mask_token(Tokenizer()).mask_token_id == 7
+    data = edited(drop_inner=["mask_token_id"], inner={"mask_token": "<fill>"})
+    assert DominoConfig.from_dict(data).resolve_mask_token(Tokenizer()).mask_token_id == 9
+    assert DominoConfig.from_dict(DominoConfig.from_dict(data).to_dict()).mask_token == "<fill>"
+    data["dflash_config"]["mask_token"] = "<none>"
+    with pytest.raises(ValueError, match="mask_token: got '<none>'"):
+        DominoConfig.from_dict(data).resolve_mask_token(Tokenizer())
+    assert BASE.resolve_mask_token(None) is BASE
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (edited(inner={"projector_type": "eagle"}), "projector_type: got 'eagle', expected one of"),
+        (edited(inner={"projector_type": "dflash"}), "projector_type: got 'dflash'"),
+        (edited(top={"emb_dim": 128}), r"emb_dim: got \(256, 128\), expected one value"),
+        (edited(inner={"block_size": 8}), r"block_size: got \(8, 16\)"),
+        (edited(inner={"target_layer_ids": [1, 9, 17, 25, 36]}), "target_layer_ids: got .*36"),
+        (edited(inner={"target_layer_ids": [1, 1]}), "target_layer_ids: .*distinct"),
+        (edited(inner={"mask_token_id": 151936}), "mask_token_id: got 151936, .* below"),
+        (edited(inner={"mask_token_id": -1}), "mask_token_id: got -1"),
+        (edited(top={"block_size": 1}), "block_size: got 1, expected at least 2"),
+        (edited(top={"block_size": 2.5}), "block_size: got 2.5, expected an integer"),
+        (edited(top={"num_key_value_heads": 5}), "num_attention_heads: got 32, .*multiple"),
+        (edited(drop=["hidden_size"]), "hidden_size: got None"),
+        (edited(top={"attention_bias": True}), "attention_bias: got True, expected False"),
+        (edited(top={"rope_parameters": {"rope_type": "yarn"}}), "rope_type: got 'yarn'"),
+        (edited(top={"layer_types": ["full_attention"]}), "layer_types: .*5 entries"),
+        (edited(top={"layer_types": ["sliding_attention"] * 5}), "sliding_window: got None"),
+        (edited(top={"draft_vocab_size": 32000}), "draft_vocab_size: got 32000"),
+        (edited(top={"sample_from_anchor": False}), "sample_from_anchor: got False"),
+        (edited(top={"dtype": "int8"}), "dtype: got 'int8'"),
+        (edited(top={"aux_hidden_state_layer_ids": [1, 9]}), "aux_hidden_state_layer_ids: got"),
+        (edited(inner={"shift_label": 1}), "shift_label: got 1, expected true or false"),
+        (edited(inner={"pure_draft_prefix_len": -1}), "pure_draft_prefix_len: got -1"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(data, message):
+    with pytest.raises(ValueError, match=message):
+        DominoConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_default_layer_ids(layers, tiny_config):
+    config = tiny_config(num_hidden_layers=layers, num_target_layers=36, target_layer_ids=())
+    assert config.target_layer_ids == {1: (18,), 5: (1, 9, 17, 25, 33)}[layers]
+
+
+def test_round_trip(tmp_path, tiny_config):
+    sliding = tiny_config(
+        layer_types=("full_attention", "sliding_attention"),
+        sliding_window=8,
+        shift_label=False,
+        pure_draft_prefix_len=2,
+        rope_theta=1e7,
+    )
+    for config in (BASE, sliding, tiny_config(projector_type="dflash", shift_label=True)):
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+        read = DominoConfig.from_pretrained(tmp_path)
+        # A plain DFlash file says nothing about a head, whose sizes fall back to the defaults.
+        expected = {"domino": config, "dflash": read}[config.projector_type]
+        assert read == expected and read.shift_label == config.shift_label
+    assert "auto_map" not in BASE.to_dict()
+    assert BASE.to_dict()["architectures"] == ["DominoDraftModel"]
+
+
+def test_slots_for(tiny_config):
+    shifted, plain = tiny_config(), tiny_config(shift_label=False)
+    assert [shifted.slots_for(k) for k in (1, 4)] == [1, 4]
+    assert [plain.slots_for(k) for k in (1, 3)] == [2, 4]
+    with pytest.raises(ValueError, match=r"num_drafts: got 4, expected 1..3"):
+        plain.slots_for(4)
+
+
+def test_import_is_lazy():
+    code = (
+        "import sys, domino_draft; "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
