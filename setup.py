@@ -82,7 +82,10 @@ class CMakeBuild(build_ext):
         # a virtual environment's own tools first: it may be used without being activated
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
-        target, build = self.package_folder(), Path(self.build_temp).resolve() / "cmake"
+        # not build_temp: an editable install gets a fresh one, and would compile all again
+        mode = "cuda" if nvcc else "cpu"
+        build = ROOT / "build" / f"{mode}-{sys.implementation.cache_tag}"
+        target = self.package_folder()
         target.mkdir(parents=True, exist_ok=True)
         options = {
             "CMAKE_BUILD_TYPE": "Release",
