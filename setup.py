@@ -31,8 +31,9 @@ def output(*command):
 def find_nvcc():
     """The toolkit's own nvcc, or None. CMake misreads a wrapper script, so ask it where it is."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    tried = [os.environ.get("CUDACXX"), home and f"{home}/bin/nvcc", shutil.which("nvcc")]
-    for nvcc in filter(None, [*tried, "/usr/local/cuda/bin/nvcc"]):
+    usual = "/usr/local/cuda" if home is None else home
+    tried = os.environ.get("CUDACXX"), home and f"{home}/bin/nvcc", shutil.which("nvcc")
+    for nvcc in filter(None, [*tried, f"{usual}/bin/nvcc"]):
         plan = output(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull)
         if here := re.search(r"^#\$ _HERE_=(.+)$", plan, re.M):
             return str(Path(here[1].strip()) / "nvcc")
