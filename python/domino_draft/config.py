@@ -144,13 +144,17 @@ class DominoConfig:
         return len(self.target_layer_ids)
 
     def slots_for(self, num_drafts: int) -> int:
-        """Block slots (anchor included) that must be run to propose `num_drafts` ids."""
+        """Block slots, anchor included, that are run to propose `num_drafts` ids.
+
+        With shift_label the last slot of a full block is run though its own id is not asked for:
+        block_size - 1 drafts use the block as it was trained.
+        """
         if not 1 <= num_drafts <= self.max_drafts:
             raise ValueError(
                 f"num_drafts: got {num_drafts}, expected 1..{self.max_drafts} "
                 f"(block_size {self.block_size}, shift_label {self.shift_label})"
             )
-        return num_drafts if self.shift_label else num_drafts + 1
+        return min(num_drafts + 1, self.block_size)
 
     def resolve_mask_token(self, tokenizer) -> DominoConfig:
         """This config with `mask_token_id` looked up in a tokenizer if only its string is known."""

@@ -1,24 +1,66 @@
-"""The drafter as one module and one flat checkpoint with the public tensor names."""
+"""What a drafter is to the decoding loop, and the Domino drafter: module, checkpoint, session."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .backbone import DFlashBackbone
+from .cache import RowCache, row_mask
 from .config import DominoConfig
 from .head import DominoHead
 
 if TYPE_CHECKING:
     from .target import Target
+
+
+@dataclass
+class Batch:
+    """The rows being decoded: what a drafter may look at.
+
+    tokens[b] holds row b's committed tokens, prompt first, the anchor last; anchors int64 [B] is
+    that last token on the device. Rows that finish leave the batch (`DraftSession.select`).
+    """
+
+    tokens: list[list[int]]
+    anchors: Tensor
+
+
+class DraftSession(Protocol):
+    """A drafter's state for one batch."""
+
+    def commit(self, features: Tensor | None, counts: Tensor, host_counts: Sequence[int]) -> None:
+        """Take the hidden states of tokens that the target has just kept.
+
+        features [B, T, len(feature_layers) * H]: row b's first counts[b] columns continue its
+        context; None when feature_layers is empty. counts int64 [B] equals host_counts. Called
+        once for the prompts and once a cycle, with the anchor's position as the new context end.
+        """
+
+    def propose(self, batch: Batch, num_drafts: int) -> Tensor:
+        """Draft tokens int64 [B, k], k <= num_drafts (0 too); -1 where a row proposes nothing."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order."""
+
+
+class Drafter(Protocol):
+    """What `generate` asks of a drafter; `DominoDrafter` and `NgramDrafter` are two."""
+
+    feature_layers: Sequence[int]  # target layers whose outputs `commit` gets, () for none
+    default_drafts: int
+    max_drafts: int
+
+    def begin(self, target: Target, batch: Batch, max_length: int) -> DraftSession:
+        """A session for this batch; no row will ever hold more than max_length tokens."""
 
 
 class DominoDrafter(DFlashBackbone):
@@ -49,6 +91,23 @@ class DominoDrafter(DFlashBackbone):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    @property
+    def max_drafts(self) -> int:
+        return self.config.max_drafts
+
+    @property
+    def default_drafts(self) -> int:
+        return self.config.block_size - 1
+
+    def begin(self, target: Target, batch: Batch, max_length: int) -> DominoSession:
+        """A session for `generate` (see `Drafter`)."""
+        self.check_target(target)
+        return DominoSession(self, target, len(batch.tokens), max_length)
+
     def check_target(self, target: Target) -> None:
         """Refuse a target that this drafter was not made for.
 
@@ -60,12 +119,13 @@ class DominoDrafter(DFlashBackbone):
             ("vocab_size", target.vocab_size, config.vocab_size),
             ("hidden_size", target.hidden_size, config.hidden_size),
             ("num_target_layers", target.num_layers, config.num_target_layers or target.num_layers),
+            ("device", target.device, self.device),
         ):
             if got != expected:
                 raise ValueError(
                     f"check_target: {field}: got {got} in the target, expected {expected} as in "
-                    "the drafter's config.json; load the target that this drafter was trained for, "
-                    "or train a drafter for this target"
+                    "the drafter; load the target that this drafter was trained for (on its "
+                    "device), or train a drafter for this target"
                 )
         if max(config.target_layer_ids) >= target.num_layers:
             raise ValueError(
@@ -135,6 +195,60 @@ class DominoDrafter(DFlashBackbone):
             os.replace(temporary / "config.json", folder / "config.json")
         # A leftover index of a sharded checkpoint would shadow the tensors just written.
         (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
+class DominoSession:
+    """A DominoDrafter's state for one batch: the context keys and values of its rows.
+
+    The block's own rows are written behind the context and never kept.
+    """
+
+    def __init__(self, drafter: DominoDrafter, target: Target, batch: int, max_length: int):
+        self.drafter, self.target = drafter, target
+        config = drafter.config.resolve_mask_token(target.tokenizer)
+        self.config = config
+        self.cache = RowCache(batch, max_length + config.block_size, target.device)
+        self.mask_embed = target.embedding[config.mask_token_id]
+        self.head = drafter.head.weights(target.embedding) if drafter.head else None
+
+    def commit(self, features: Tensor, counts: Tensor, host_counts: Sequence[int]) -> None:
+        positions = self.cache.positions(features.shape[1])
+        for layer, (k, v) in enumerate(self.drafter.context_kv(features, positions)):
+            self.cache.update(k, v, layer)
+        self.cache.advance(counts, host_counts)
+
+    def propose(self, batch: Batch, num_drafts: int) -> Tensor:
+        from domino_kernels import draft_chain
+
+        config, slots = self.config, self.config.slots_for(num_drafts)
+        anchors = self.target.embed(batch.anchors)[:, None]
+        block = torch.cat((anchors, self.mask_embed.expand(len(anchors), slots - 1, -1)), dim=1)
+        mask = sliding = None
+        if not self.cache.uniform:
+            mask = row_mask(self.cache, slots, causal=False)
+        if config.sliding_window is not None and "sliding_attention" in config.layer_types:
+            sliding = row_mask(self.cache, slots, causal=True, window=config.sliding_window)
+        hidden = self.drafter(block, self.cache.positions(slots), self.cache, mask, sliding)
+        if config.shift_label:
+            hidden = hidden[:, :num_drafts]  # the last slot's own id is not asked for
+        if self.head is None:
+            first = 0 if config.shift_label else 1
+            return self.target.lm_head(hidden[:, first : first + num_drafts]).argmax(-1)
+        base = self.target.lm_head(hidden)
+        if base.dtype != self.head.w2.dtype:
+            base = base.float()
+        return draft_chain(
+            base,
+            hidden,
+            batch.anchors,
+            self.head,
+            num_drafts=num_drafts,
+            shift_label=config.shift_label,
+            pure_draft_prefix_len=config.pure_draft_prefix_len,
+        )
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:

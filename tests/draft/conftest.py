@@ -1,12 +1,11 @@
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
 import torch
+import transformers
 from domino_draft import DominoConfig
 
 torch.set_num_threads(1)
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3")
 
 
 @pytest.fixture
@@ -35,3 +34,24 @@ def tiny_config():
         return DominoConfig(**(values | overrides))
 
     return make
+
+
+def tiny_model(family, **overrides):
+    """A random causal LM of a family whose greedy text does not settle on one token."""
+    values = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(**(values | overrides))
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -209,7 +209,7 @@ def test_round_trip(tmp_path, tiny_config):
 
 def test_slots_for(tiny_config):
     shifted, plain = tiny_config(), tiny_config(shift_label=False)
-    assert [shifted.slots_for(k) for k in (1, 4)] == [1, 4]
+    assert [shifted.slots_for(k) for k in (1, 3, 4)] == [2, 4, 4]
     assert [plain.slots_for(k) for k in (1, 3)] == [2, 4]
     with pytest.raises(ValueError, match=r"num_drafts: got 4, expected 1..3"):
         plain.slots_for(4)

@@ -168,12 +168,18 @@ def test_initialisation(tiny_config):
 
 
 def target(**overrides):
-    return SimpleNamespace(**({"vocab_size": 61, "hidden_size": 32, "num_layers": 4} | overrides))
+    fields = {"vocab_size": 61, "hidden_size": 32, "num_layers": 4, "device": torch.device("cpu")}
+    return SimpleNamespace(**(fields | overrides))
 
 
 def test_pairing(drafter, tiny_config):
     drafter.check_target(target())
-    for field, value in (("vocab_size", 64), ("hidden_size", 48), ("num_layers", 6)):
+    for field, value in (
+        ("vocab_size", 64),
+        ("hidden_size", 48),
+        ("num_layers", 6),
+        ("device", "cuda:0"),
+    ):
         with pytest.raises(ValueError, match=rf"check_target: .*: got {value} in the target.*load"):
             drafter.check_target(target(**{field: value}))
     open_config = tiny_config(num_target_layers=None, target_layer_ids=(1, 5))
