@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench SUITE [--json F]`. Not in the wheel."""

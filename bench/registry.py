@@ -1,0 +1,33 @@
+"""What a benchmark is: cases, each with operands to make, providers to time and a gate to pass."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+
+SUITES = {"head": "bench.ops.head"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape.
+
+    make(seed, device) -> the operands of one copy: inputs, weights, outputs, as a tuple of tensors.
+    providers: name -> fn(*operands), graph-safe; "ours" and the peers get the same operands.
+    check(operands, results): raises AssertionError where the result of a provider is wrong. It runs
+    once a provider before any timing: no figure without a right answer.
+    bytes: what the op has to move at least, each operand once.
+    """
+
+    op: str
+    case: str
+    shape: dict[str, int]
+    batch: int
+    make: Callable
+    providers: dict[str, Callable]
+    check: Callable
+    bytes: int
+    params: dict = field(default_factory=dict)
+
+
+def cases(suite: str) -> Iterator[Case]:
+    yield from import_module(SUITES[suite]).cases()

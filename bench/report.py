@@ -1,0 +1,87 @@
+"""The JSON of a run, and the table that a person reads."""
+
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from domino_kernels import build_info
+
+PROTOCOL = (
+    "us = (t(graph of N) - t(graph of 1)) / (N - 1), N >= 16; operands rotated over >= 4x L2 or L2 "
+    "flushed before each replay; median of 30 interleaved repeats with p20 and p80"
+)
+
+
+def commit():
+    """The commit of this checkout; where there is no git, that of the build."""
+    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return build_info().commit or "unknown"
+
+
+def header(suite, ceilings):
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "suite": suite,
+        "gpu": properties.name,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": "python -m bench " + shlex.join(sys.argv[1:]),
+        "protocol": PROTOCOL,
+        "torch": torch.__version__,
+        "cuda": build_info().cuda_version,
+        "ceilings": ceilings,
+    }
+
+
+def row(case, provider, times, ok):
+    return {
+        "op": case.op,
+        "case": case.case,
+        "params": case.params,
+        "shape": case.shape,
+        "batch": case.batch,
+        "provider": provider,
+        **{key: round(value, 3) for key, value in times.items()},
+        "bytes": case.bytes,
+        "ok": ok,
+    }
+
+
+def print_header(run):
+    gpu, c = run["gpu"], run["ceilings"]
+    print(f"{run['suite']} on {gpu}, {run['date']}, commit {run['commit']}, torch {run['torch']}")
+    print(f"ceilings: copy {c['copy_gb_s']:.0f} GB/s, bf16 {c['bf16_tflop_s']:.0f} TFLOP/s\n")
+    print(
+        f"{'op':<16}{'case':<14}{'batch':>6}{'provider':>12}{'us p50':>10}{'p20':>9}{'p80':>9}"
+        f"{'single':>9}{'GB/s':>8}{'% copy':>8}  shape"
+    )
+
+
+def print_row(r, ceilings):
+    if not r["ok"]:
+        print(f"{r['op']:<16}{r['case']:<14}{r['batch']:>6}{r['provider']:>12}   WRONG: not timed")
+        return
+    gb_s = r["bytes"] / r["us_p50"] / 1e3
+    shape = " ".join(f"{k}={v}" for k, v in r["shape"].items())
+    print(
+        f"{r['op']:<16}{r['case']:<14}{r['batch']:>6}{r['provider']:>12}{r['us_p50']:>10.2f}"
+        f"{r['us_p20']:>9.2f}{r['us_p80']:>9.2f}{r['us_single']:>9.2f}{gb_s:>8.0f}"
+        f"{100 * gb_s / ceilings['copy_gb_s']:>8.0f}  {shape}",
+        flush=True,
+    )
+
+
+def write(run, path):
+    """Writes the run to `path` at once: a broken run leaves the old file alone."""
+    temporary = f"{path}.tmp"
+    Path(temporary).write_text(json.dumps(run, indent=1) + "\n")
+    os.replace(temporary, path)

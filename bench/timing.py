@@ -1,0 +1,106 @@
+"""The timing protocol, the same for ours and for peers.
+
+    us = (t(graph of N calls) - t(graph of one call)) / (N - 1),  N >= 16
+
+Each call in the graph has its own copy of every operand, weights included; copies rotate over at
+least 4x the L2 cache. Where a copy is so small that N of them do not fill that, a 4x-L2 buffer is
+written before each replay as well, so no call finds its operands in the cache. Events are queued
+behind a sleeping kernel: otherwise the pair would time the host's launch. Providers alternate
+within each repeat, so that clocks drift over all of them alike. t(graph of one) is reported by
+itself as us_single; it holds the launch of a graph, which reads 11-17 us on an empty one.
+"""
+
+import math
+
+import torch
+
+CALLS = 16
+MAX_CALLS = 128
+REPEATS = 30
+_SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the launch of any graph here
+
+
+def l2_bytes():
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+
+
+class Rotation:
+    """Copies of a case's operands, and how many calls a graph of them makes."""
+
+    def __init__(self, make, device="cuda"):
+        first = make(0, device)
+        size = sum(t.numel() * t.element_size() for t in first)
+        copies = max(2, math.ceil(4 * l2_bytes() / max(size, 1)))
+        self.calls = min(max(CALLS, copies), MAX_CALLS)
+        self.copies = [first]
+        self.copies += [make(seed, device) for seed in range(1, min(copies, self.calls))]
+
+    def __getitem__(self, i):
+        return self.copies[i % len(self.copies)]
+
+
+def capture(fn, rotation, calls):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            fn(*rotation[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            fn(*rotation[i])
+    return graph
+
+
+class Timer:
+    def __init__(self):
+        self.flush_buffer = torch.empty(4 * l2_bytes(), dtype=torch.uint8, device="cuda")
+
+    def once(self, replay):
+        """Milliseconds of one replay, cold cache, host launch hidden."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush_buffer.zero_()
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def measure(self, providers, rotation):
+        """{provider: {"us_p20", "us_p50", "us_p80", "us_single"}}, providers interleaved."""
+        n = rotation.calls
+        graphs = {
+            name: (capture(fn, rotation, n), capture(fn, rotation, 1))
+            for name, fn in providers.items()
+        }
+        times = {name: [] for name in graphs}
+        for repeat in range(REPEATS + 3):
+            for name, (many, one) in graphs.items():
+                pair = self.once(many.replay), self.once(one.replay)
+                if repeat >= 3:  # the first ones warm clocks and page tables
+                    times[name].append(pair)
+        return {name: summary(pairs, n) for name, pairs in times.items()}
+
+
+def summary(pairs, n):
+    per_call = torch.tensor([(many - one) * 1e3 / (n - 1) for many, one in pairs])
+    p20, p50, p80 = per_call.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    single = torch.tensor([one * 1e3 for _, one in pairs]).median().item()
+    return {"us_p20": p20, "us_p50": p50, "us_p80": p80, "us_single": single}
+
+
+def ceilings(timer):
+    """What this GPU reaches in this run: copy bandwidth (read + write) and a dense bf16 product."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    copy = min(timer.once(lambda: target.copy_(source)) for _ in range(10))
+    matmul = min(timer.once(lambda: torch.mm(a, a, out=product)) for _ in range(10))
+    return {
+        "copy_gb_s": 2 * source.numel() / copy / 1e6,
+        "bf16_tflop_s": 2 * 8192**3 / matmul / 1e9,
+        "l2_bytes": l2_bytes(),
+    }

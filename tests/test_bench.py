@@ -1,0 +1,62 @@
+"""The parts of bench/ that need no GPU: the gate, the arithmetic, the JSON."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import registry, report, timing
+from bench.__main__ import gate
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = [case for suite in registry.SUITES for case in registry.cases(suite)]
+
+
+def test_cases_are_told_apart():
+    keys = [(c.op, c.case, c.batch, json.dumps([c.params, c.shape])) for c in CASES]
+    assert len(set(keys)) == len(keys) > 0
+    assert all("ours" in case.providers and case.bytes > 0 for case in CASES)
+
+
+def smallest(op):
+    return min((case for case in CASES if case.op == op), key=lambda case: case.bytes)
+
+
+@pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
+def test_gate_passes_the_right_and_stops_the_wrong(op):
+    case = smallest(op)
+    assert gate(case, "cpu") == {name: "" for name in case.providers}
+    wrong = dataclasses.replace(
+        case, providers={"wrong": lambda *operands: case.providers["ours"](*case.make(1, "cpu"))}
+    )
+    assert gate(wrong, "cpu")["wrong"]
+
+
+def test_time_of_a_call():
+    """A graph of 16 calls of 3 us each behind a launch of 12 us."""
+    pairs = [((12 + 16 * 3) / 1e3, (12 + 3) / 1e3)] * 30
+    summary = timing.summary(pairs, 16)
+    assert summary == pytest.approx(
+        {"us_p20": 3, "us_p50": 3, "us_p80": 3, "us_single": 15}, rel=1e-5
+    )
+
+
+def test_json_of_a_run(tmp_path):
+    times = {"us_p20": 1.0, "us_p50": 2.0, "us_p80": 3.0, "us_single": 14.0}
+    row = report.row(CASES[0], "ours", times, True)
+    wanted = ["op", "case", "params", "shape", "batch", "provider", *times, "bytes", "ok"]
+    assert list(row) == wanted
+    report.write({"rows": [row]}, tmp_path / "run.json")
+    assert json.loads((tmp_path / "run.json").read_text()) == {"rows": [row]}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_without_a_gpu_it_says_so():
+    code = "import sys, torch; torch.cuda.is_available = lambda: False; import runpy; "
+    code += "sys.argv[1:] = ['head']; runpy.run_module('bench', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "bench: no CUDA device" in done.stderr
