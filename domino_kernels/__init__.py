@@ -11,6 +11,10 @@ from domino_kernels.version import __version__
 
 # public name -> module that holds it; a new op adds one entry
 _HOME = {
+    "HeadWeights": "domino_kernels.ops.head_weights",
+    "draft_chain": "domino_kernels.ops.head",
+    "draft_chain_out": "domino_kernels.ops.head",
+    "draft_chain_workspace": "domino_kernels.ops.head",
     "gru_step": "domino_kernels.ops.head",
 }
 

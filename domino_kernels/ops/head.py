@@ -4,6 +4,7 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
+from domino_kernels.ops.head_weights import HeadWeights
 from domino_kernels.torch_library import DTYPES, check_status, define, target
 
 
@@ -72,3 +73,219 @@ def gru_step(x, state, w_ih, w_hh, *, out=None):
         checks.tensor("gru_step", "out", out, (batch, units), dtype, device)
     _gru_step(x, state, w_ih, w_hh, out)
     return out
+
+
+def _launch_draft_chain(
+    base_logits,
+    hidden,
+    anchor,
+    w_ih,
+    w_hh,
+    w1,
+    w2,
+    embedding,
+    shift_label,
+    pure_draft_prefix_len,
+    workspace,
+    tokens,
+    scores,
+):
+    status = _C.draft_chain(
+        tokens=tokens.data_ptr(),
+        scores=scores.data_ptr(),
+        workspace=workspace.data_ptr(),
+        base_logits=base_logits.data_ptr(),
+        hidden=hidden.data_ptr(),
+        anchor=anchor.data_ptr(),
+        w_ih=w_ih.data_ptr(),
+        w_hh=w_hh.data_ptr(),
+        w1=w1.data_ptr(),
+        w2=w2.data_ptr(),
+        embedding=embedding.data_ptr(),
+        batch=tokens.size(0),
+        drafts=tokens.size(1),
+        first_slot=0 if shift_label else 1,
+        prefix=pure_draft_prefix_len,
+        vocab=w2.size(0),
+        inputs=w_ih.size(1),
+        units=w_hh.size(1),
+        rank=w2.size(1),
+        base_batch_stride=base_logits.stride(0),
+        base_slot_stride=base_logits.stride(1),
+        hidden_batch_stride=hidden.stride(0),
+        hidden_slot_stride=hidden.stride(1),
+        dtype=DTYPES[w2.dtype],
+        base_dtype=DTYPES[base_logits.dtype],
+        **target(tokens),
+    )
+    check_status("draft_chain", status)
+
+
+_draft_chain = define(
+    "draft_chain(Tensor base_logits, Tensor hidden, Tensor anchor, Tensor w_ih, Tensor w_hh, "
+    "Tensor w1, Tensor w2, Tensor embedding, bool shift_label, int pure_draft_prefix_len, "
+    "Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores) -> ()",
+    _launch_draft_chain,
+)
+
+
+def draft_chain_workspace(batch, num_drafts, weights):
+    """Scratch memory for `draft_chain_out`: a uint8 tensor on the device of the weights.
+
+    One tensor serves one call at a time; calls of up to this batch and num_drafts may share it.
+    """
+    _check_weights("draft_chain_workspace", weights)
+    size = _workspace_bytes(batch, num_drafts, weights)
+    return torch.empty(size, dtype=torch.uint8, device=weights.device)
+
+
+def draft_chain(
+    base_logits,
+    hidden,
+    anchor,
+    weights,
+    *,
+    num_drafts=15,
+    shift_label=True,
+    pure_draft_prefix_len=1,
+    return_scores=False,
+):
+    """The ids that the Domino head drafts behind an anchor, greedily over the full vocabulary.
+
+    y_0 is the anchor, S_j the GRU state after the embeddings of y_0..y_j, H the hidden rows:
+
+        score of y_{j+1} = base[slot] + [j >= pure_draft_prefix_len] * W2 SiLU(W1 [H[slot] ; S_j])
+
+    with slot = j where shift_label (slot i predicts the token after it) and j + 1 where not (slot i
+    predicts its own token; slot 0 is unused). The id is the argmax, ties to the lowest.
+
+    Sums are fp32. The state and SiLU(..) are rounded to the dtype of the weights, nothing else
+    between the inputs and the argmax. NaN scores never win; where all are NaN, id 0 with score NaN.
+    An anchor outside the vocabulary is clamped to it (a check would wait for the device). A row's
+    ids do not depend on the other rows.
+
+    Args:
+        base_logits: [B, S, V] logits of the block's slots; dtype of the weights or float32. Rows
+            may be strided.
+        hidden: [B, S, H] the draft backbone's output (what its lm_head reads), dtype of the
+            weights. Rows may be strided.
+        anchor: [B] int64, the last committed token of each row.
+        weights: HeadWeights.
+        num_drafts: K, at most S where shift_label, S - 1 where not.
+        shift_label: the label convention that the drafter was trained with.
+        pure_draft_prefix_len: how many drafts take the base argmax, 0..S.
+        return_scores: also return the score of each id.
+
+    Returns:
+        tokens [B, K] int64, or (tokens, scores [B, K] float32).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
+
+    Source: Domino (arXiv 2605.29707), section 3.
+    """
+    batch = checks.sizes("draft_chain", "base_logits", base_logits, "[B, S, V]")[0]
+    if not isinstance(num_drafts, int) or num_drafts < 1:
+        raise ValueError(f"draft_chain: num_drafts: got {num_drafts!r}, expected at least 1")
+    workspace = draft_chain_workspace(batch, num_drafts, weights)
+    tokens = torch.empty((batch, num_drafts), dtype=torch.int64, device=weights.device)
+    scores = torch.empty((batch, num_drafts), dtype=torch.float32, device=weights.device)
+    draft_chain_out(
+        base_logits,
+        hidden,
+        anchor,
+        weights,
+        shift_label=shift_label,
+        pure_draft_prefix_len=pure_draft_prefix_len,
+        out=tokens,
+        scores=scores,
+        workspace=workspace,
+    )
+    return (tokens, scores) if return_scores else tokens
+
+
+def draft_chain_out(
+    base_logits,
+    hidden,
+    anchor,
+    weights,
+    *,
+    out,
+    scores,
+    workspace,
+    shift_label=True,
+    pure_draft_prefix_len=1,
+):
+    """`draft_chain` into memory of the caller: no allocation, no synchronisation, for CUDA graphs.
+
+    Args:
+        out: [B, K] int64 contiguous, receives the ids; K is num_drafts.
+        scores: [B, K] float32 contiguous, receives their scores.
+        workspace: from `draft_chain_workspace`, for at least this batch and K. Calls that may run
+            at the same time, graph replays among them, need one each.
+    """
+    op = "draft_chain"
+    _check_weights(op, weights)
+    dtype, device = weights.dtype, weights.device
+    batch, slots, _ = checks.sizes(op, "base_logits", base_logits, "[B, S, V]")
+    drafts = checks.sizes(op, "out", out, "[B, K]")[1]
+    checks.dtype(op, "base_logits", base_logits, {dtype: None, torch.float32: None})
+    logits = (batch, slots, weights.vocab_size)
+    checks.tensor(op, "base_logits", base_logits, logits, base_logits.dtype, device)
+    checks.tensor(op, "hidden", hidden, (batch, slots, weights.hidden_size), dtype, device)
+    checks.tensor(op, "anchor", anchor, (batch,), torch.int64, device)
+    checks.tensor(op, "out", out, (batch, drafts), torch.int64, device)
+    checks.tensor(op, "scores", scores, (batch, drafts), torch.float32, device)
+    checks.contiguous(op, "out", out)
+    checks.contiguous(op, "scores", scores)
+    most = slots if shift_label else slots - 1
+    if not 1 <= drafts <= most:
+        raise ValueError(
+            f"{op}: num_drafts: got {drafts}, expected 1..{most} with {slots} slots and "
+            f"shift_label={bool(shift_label)}"
+        )
+    if not 0 <= pure_draft_prefix_len <= slots:
+        raise ValueError(
+            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len}, expected 0..{slots}"
+        )
+    _check_workspace(op, workspace, batch, drafts, weights)
+    _draft_chain(
+        base_logits,
+        hidden,
+        anchor,
+        weights.w_ih,
+        weights.w_hh,
+        weights.w1,
+        weights.w2,
+        weights.embedding,
+        shift_label,
+        pure_draft_prefix_len,
+        workspace,
+        out,
+        scores,
+    )
+    return out
+
+
+def _check_weights(op, weights):
+    if not isinstance(weights, HeadWeights):
+        raise TypeError(f"{op}: weights: got {type(weights).__name__}, expected HeadWeights")
+
+
+def _workspace_bytes(batch, drafts, weights):
+    if weights.device.type != "cuda":
+        return 0
+    return _C.draft_chain_workspace(
+        batch=batch, drafts=drafts, units=weights.gru_size, rank=weights.rank
+    )
+
+
+def _check_workspace(op, workspace, batch, drafts, weights):
+    size = checks.sizes(op, "workspace", workspace, "[bytes]")
+    checks.tensor(op, "workspace", workspace, size, torch.uint8, weights.device)
+    need = _workspace_bytes(batch, drafts, weights)
+    if workspace.nbytes < need or workspace.data_ptr() % 16:
+        raise ValueError(
+            f"{op}: workspace: got {workspace.nbytes} bytes at {workspace.data_ptr():#x}, "
+            f"expected at least {need}, 16-byte aligned"
+        )

@@ -1,0 +1,136 @@
+#include <algorithm>
+#include <vector>
+
+#include "common/argmax_key.h"
+#include "common/rows_times.h"
+#include "head/draft_chain.h"
+#include "head/gru_cell.h"
+
+namespace domino {
+
+namespace {
+
+// Vectors are kept widened to fp32; rounded() puts one back on the grid of the weights' dtype.
+template <class T>
+float rounded(float value) {
+  return to_float(from_float<T>(value));
+}
+
+template <class T>
+void widen(const T* row, int64_t length, float* out) {
+  for (int64_t k = 0; k < length; ++k) out[k] = to_float(row[k]);
+}
+
+template <class T, class Base>
+class DraftChain {
+ public:
+  explicit DraftChain(const DraftChainParams& p)
+      : p_(p),
+        token_(p.batch),
+        row_(p.batch * p.inputs),
+        gates_x_(p.batch * 3 * p.units),
+        gates_s_(p.batch * 3 * p.units),
+        state_(p.batch * p.units, 0.0f),
+        low_rank_(p.batch * p.rank),
+        from_hidden_(p.batch * p.rank),
+        delta_(p.batch * kTile) {}
+
+  int run() {
+    for (int64_t b = 0; b < p_.batch; ++b) token_[b] = p_.anchor[b];
+    for (int64_t j = 0; j < p_.drafts; ++j) {
+      if (p_.drafts > p_.prefix) step_state();
+      if (j >= p_.prefix) compute_low_rank(p_.first_slot + j);
+      choose(j);
+    }
+    return kOk;
+  }
+
+ private:
+  static constexpr int64_t kTile = 256;  // vocabulary rows scored at a time
+
+  // S_j = GRU(E[y_j], S_{j-1})
+  void step_state() {
+    const int64_t units = p_.units, inputs = p_.inputs;
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      const int64_t id = clamp_id(token_[b], p_.vocab);
+      widen(static_cast<const T*>(p_.embedding) + id * inputs, inputs, &row_[b * inputs]);
+    }
+    product(p_.w_ih, inputs, 3 * units, inputs, row_, gates_x_);
+    product(p_.w_hh, units, 3 * units, units, state_, gates_s_);
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      const float* x = &gates_x_[b * 3 * units];
+      const float* s = &gates_s_[b * 3 * units];
+      for (int64_t g = 0; g < units; ++g) {
+        float& state = state_[b * units + g];
+        state = rounded<T>(gru_cell(x[g] + s[g], x[units + g] + s[units + g], x[2 * units + g],
+                                    s[2 * units + g], state));
+      }
+    }
+  }
+
+  // u = SiLU(W1h H[slot] + W1s S_j)
+  void compute_low_rank(int64_t slot) {
+    const int64_t inputs = p_.inputs, width = inputs + p_.units;
+    for (int64_t b = 0; b < p_.batch; ++b)
+      widen(static_cast<const T*>(p_.hidden) + b * p_.hidden_batch_stride +
+                slot * p_.hidden_slot_stride,
+            inputs, &row_[b * inputs]);
+    const T* w1 = static_cast<const T*>(p_.w1);
+    product(w1, width, p_.rank, inputs, row_, from_hidden_);
+    product(w1 + inputs, width, p_.rank, p_.units, state_, low_rank_);
+    for (int64_t i = 0; i < p_.batch * p_.rank; ++i)
+      low_rank_[i] = rounded<T>(silu(from_hidden_[i] + low_rank_[i]));
+  }
+
+  // y_{j+1} = argmax over the vocabulary, a tile of W2 rows at a time for the whole batch
+  void choose(int64_t j) {
+    const bool corrected = j >= p_.prefix;
+    const int64_t slot = p_.first_slot + j;
+    std::vector<uint64_t> best(p_.batch, 0);
+    for (int64_t v0 = 0; v0 < p_.vocab; v0 += kTile) {
+      const int64_t count = std::min(kTile, p_.vocab - v0);
+      if (corrected)
+        rows_times(static_cast<const T*>(p_.w2) + v0 * p_.rank, p_.rank, count, p_.rank,
+                   low_rank_.data(), p_.rank, p_.batch, delta_.data(), kTile);
+      for (int64_t b = 0; b < p_.batch; ++b) {
+        const Base* base = static_cast<const Base*>(p_.base_logits) + b * p_.base_batch_stride +
+                           slot * p_.base_slot_stride + v0;
+        const float* delta = &delta_[b * kTile];
+        uint64_t key = best[b];
+        for (int64_t v = 0; v < count; ++v) {
+          const float score = to_float(base[v]) + (corrected ? delta[v] : 0.0f);
+          key = std::max(key, argmax_key(score, static_cast<uint32_t>(v0 + v)));
+        }
+        best[b] = key;
+      }
+    }
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      token_[b] = p_.tokens[b * p_.drafts + j] = key_id(best[b]);
+      p_.scores[b * p_.drafts + j] = key_value(best[b]);
+    }
+  }
+
+  // out[b, m] = sum_k w[m, k] x[b, k]
+  void product(const void* w, int64_t stride, int64_t rows, int64_t length,
+               const std::vector<float>& x, std::vector<float>& out) const {
+    rows_times(static_cast<const T*>(w), stride, rows, length, x.data(), length, p_.batch,
+               out.data(), rows);
+  }
+
+  const DraftChainParams& p_;
+  std::vector<int64_t> token_;
+  std::vector<float> row_, gates_x_, gates_s_, state_, low_rank_, from_hidden_, delta_;
+};
+
+}  // namespace
+
+int draft_chain_cpu(const DraftChainParams& p) {
+  return dispatch_dtype(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (p.base_dtype == p.dtype) return DraftChain<T, T>(p).run();
+    if (p.base_dtype == DType::kF32) return DraftChain<T, float>(p).run();
+    return static_cast<int>(kBadDtype);
+  });
+}
+
+}  // namespace domino
