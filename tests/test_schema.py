@@ -19,9 +19,21 @@ def gru_step(dtype):
     return tuple(t.to(dtype) for t in tensors)
 
 
+def draft_chain(dtype, shift_label):
+    batch, slots, drafts, vocab, hidden, units, rank = 2, 4, 3, 11, 8, 4, 6
+    base, rows = torch.randn(batch, slots, vocab), torch.randn(batch, slots, hidden).to(dtype)
+    sizes = [(3 * units, hidden), (3 * units, units), (rank, hidden + units), (vocab, rank)]
+    weights = [torch.randn(size).to(dtype) for size in [*sizes, (vocab, hidden)]]
+    workspace = torch.zeros(1 << 16, dtype=torch.uint8)
+    outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
+    anchor = torch.tensor([0, 10])
+    return (base, rows, anchor, *weights, shift_label, 1, workspace, *outputs)
+
+
 # op -> argument tuples of its OpOverload; an op with several forms lists one of each
 SAMPLES = {
     "gru_step": [gru_step(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
+    "draft_chain": [draft_chain(torch.float32, True), draft_chain(torch.bfloat16, False)],
 }
 CASES = [(name, i) for name, samples in SAMPLES.items() for i in range(len(samples))]
 
