@@ -1,0 +1,1 @@
+"""Training: responses of the target, anchors and labels, the Domino objective, the loop."""

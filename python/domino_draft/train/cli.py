@@ -1,0 +1,61 @@
+"""The `train` command: one option for every field of `TrainConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+
+import click
+
+from .trainer import ARMS, TrainConfig, run
+
+_CHOICES = {"arm": ARMS, "dtype": ("bfloat16", "float32"), "attention": ("flex", "dense")}
+_HELP = {
+    "target": "folder of the target model",
+    "data": "training file (.npz, .safetensors, .jsonl, text); may be given several times",
+    "output": "folder for the drafter, metrics.jsonl and checkpoint.pt",
+    "arm": "domino; dflash: no head; dflash-matched: no head, its parameters in the backbone",
+    "max_seconds": "wall clock of the loop, after warm-up; drives the schedules",
+    "max_steps": "number of updates",
+    "mask_token_id": "the id that stands for a masked slot",
+    "ema": "decay of the exported weight average; 0: none",
+    "trim_tails": "cut repetitive tails",
+    "compile": "torch.compile of the target's and the drafter's layers",
+}
+
+
+def _option(field: dataclasses.Field, annotation: typing.Any):
+    name = "--" + field.name.replace("_", "-")
+    required = field.default is dataclasses.MISSING
+    kwargs: dict = {"required": True} if required else {"default": field.default}
+    kwargs |= {"help": _HELP.get(field.name), "show_default": not required}
+    if field.name in _CHOICES:
+        return click.option(name, type=click.Choice(_CHOICES[field.name]), **kwargs)
+    if annotation is bool:
+        return click.option(f"{name}/--no-{name[2:]}", **kwargs)
+    origin = typing.get_origin(annotation)
+    if annotation == tuple[str, ...]:
+        return click.option(name, multiple=True, **kwargs)
+    if origin is tuple:
+        return click.option(name, nargs=2, type=typing.get_args(annotation)[0], **kwargs)
+    if origin is types.UnionType:
+        annotation = typing.get_args(annotation)[0]
+    return click.option(name, type=annotation, **kwargs)
+
+
+@click.command(name="train")
+def main(**options) -> None:
+    """Train a drafter for a target model and export it as a Hugging Face folder."""
+    try:
+        config = TrainConfig(**options)
+        summary = run(config)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(summary, indent=2))
+
+
+_HINTS = typing.get_type_hints(TrainConfig)
+for _field in dataclasses.fields(TrainConfig):
+    main = _option(_field, _HINTS[_field.name])(main)
