@@ -6,6 +6,8 @@
 #include "common/dtype.h"
 #include "head/draft_chain.h"
 #include "head/gru_step.h"
+#include "verify/noise.h"
+#include "verify/verify_chain.h"
 
 PYBIND11_MODULE(_C, m) {
   using namespace domino;
@@ -51,4 +53,30 @@ PYBIND11_MODULE(_C, m) {
       },
       pybind11::kw_only(), pybind11::arg("batch"), pybind11::arg("drafts"), pybind11::arg("units"),
       pybind11::arg("rank"));
+
+  using Noise = NoiseParams;
+  bind_op<Noise>(m, "noise", DOMINO_CUDA_LAUNCHER(noise_cuda), noise_cpu, field("out", &Noise::out),
+                 field("seed", &Noise::seed), field("block_start", &Noise::block_start),
+                 field("batch", &Noise::batch), field("count", &Noise::count),
+                 field("i", &Noise::i), field("purpose", &Noise::purpose),
+                 field("kind", &Noise::kind));
+
+  using Chain = VerifyChainParams;
+  bind_op<Chain>(
+      m, "verify_chain", DOMINO_CUDA_LAUNCHER(verify_chain_cuda), verify_chain_cpu,
+      field("tokens", &Chain::tokens), field("num_accepted", &Chain::num_accepted),
+      field("num_emitted", &Chain::num_emitted), field("chosen_logprob", &Chain::chosen_logprob),
+      field("status", &Chain::status), field("workspace", &Chain::workspace),
+      field("target_logits", &Chain::target_logits), field("draft_tokens", &Chain::draft_tokens),
+      field("temperature", &Chain::temperature), field("seed", &Chain::seed),
+      field("block_start", &Chain::block_start), field("draft_logits", &Chain::draft_logits),
+      field("draft_temperature", &Chain::draft_temperature), field("cu_rows", &Chain::cu_rows),
+      field("batch", &Chain::batch), field("drafts", &Chain::drafts), field("vocab", &Chain::vocab),
+      field("total_rows", &Chain::total_rows),
+      field("target_batch_stride", &Chain::target_batch_stride),
+      field("target_row_stride", &Chain::target_row_stride),
+      field("draft_tokens_stride", &Chain::draft_tokens_stride),
+      field("draft_batch_stride", &Chain::draft_batch_stride),
+      field("draft_row_stride", &Chain::draft_row_stride),
+      field("target_dtype", &Chain::target_dtype), field("draft_dtype", &Chain::draft_dtype));
 }

@@ -17,6 +17,11 @@ _HOME = {
     "draft_chain_workspace": "domino_kernels.ops.head",
     "dual_ce": "domino_kernels.ops.train",
     "gru_step": "domino_kernels.ops.head",
+    "VerifyResult": "domino_kernels.ops.verify",
+    "VerifyStatus": "domino_kernels.ops.verify",
+    "noise": "domino_kernels.ops.verify",
+    "verify_chain": "domino_kernels.ops.verify",
+    "verify_chain_workspace": "domino_kernels.ops.verify",
 }
 
 __all__ = ["__version__", "build_info", *_HOME]

@@ -5,8 +5,9 @@ An op is registered in one statement, in ops/<family>.py beside its public funct
     _gru_step = define("gru_step(Tensor x, ..., Tensor(a!) out) -> ()", _launch_gru_step)
 
 `define` returns the OpOverload that the public function calls (1.6 us a call with a Python
-implementation, against 10.2 us for torch.library.custom_op: CONTRIBUTING.md, measured facts). One implementation serves CPU and
-CUDA tensors: `target(tensor)` tells `_C` which of the two runs, and on which stream.
+implementation, against 10.2 us for torch.library.custom_op: CONTRIBUTING.md, measured facts). One
+implementation serves CPU and CUDA tensors: `target(tensor)` tells `_C` which of the two runs, and
+on which stream.
 """
 
 import torch

@@ -19,9 +19,50 @@ def gru_step(dtype):
     return tuple(t.to(dtype) for t in tensors)
 
 
+def draft_chain(dtype, shift_label):
+    batch, slots, drafts, vocab, hidden, units, rank = 2, 4, 3, 11, 8, 4, 6
+    base, rows = torch.randn(batch, slots, vocab), torch.randn(batch, slots, hidden).to(dtype)
+    sizes = [(3 * units, hidden), (3 * units, units), (rank, hidden + units), (vocab, rank)]
+    weights = [torch.randn(size).to(dtype) for size in [*sizes, (vocab, hidden)]]
+    workspace = torch.zeros(1 << 16, dtype=torch.uint8)
+    outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
+    anchor = torch.tensor([0, 10])
+    return (base, rows, anchor, *weights, shift_label, 1, workspace, *outputs)
+
+
+def noise(kind):
+    integers = torch.arange(3)
+    dtype = torch.int64 if kind == 0 else torch.float32
+    return integers, integers, 2, 1, kind, torch.zeros(3, 6, dtype=dtype)
+
+
+def verify_chain(sampled, dense, ragged):
+    target = torch.randn(2, 5, 7)[:, :4]  # strided
+    request = torch.ones(2), torch.arange(2), torch.arange(2)
+    draft = (torch.randn(2, 3, 7).half(), torch.ones(2)) if dense else (None, None)
+    out = [torch.zeros(2, 4, dtype=torch.int64), *torch.zeros(2, 2, dtype=torch.int32)]
+    out += [torch.zeros(2, 4), torch.zeros(2, dtype=torch.uint8)]
+    return (
+        target.flatten(0, 1) if ragged else target,
+        torch.zeros(2, 3, dtype=torch.int64),
+        *(request if sampled else (None, None, None)),
+        *draft,
+        torch.tensor([0, 3, 7], dtype=torch.int32) if ragged else None,
+        *out,
+        torch.zeros(100, dtype=torch.int64),
+    )
+
+
 # op -> argument tuples of its OpOverload; an op with several forms lists one of each
 SAMPLES = {
     "gru_step": [gru_step(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
+    "draft_chain": [draft_chain(torch.float32, True), draft_chain(torch.bfloat16, False)],
+    "noise": [noise(kind) for kind in range(3)],
+    "verify_chain": [
+        verify_chain(False, False, False),
+        verify_chain(True, False, True),
+        verify_chain(True, True, False),
+    ],
 }
 CASES = [(name, i) for name, samples in SAMPLES.items() for i in range(len(samples))]
 

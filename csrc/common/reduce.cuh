@@ -12,4 +12,22 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// Combines one value a thread; every thread gets the result. `combine` is associative and
+// commutative, `slots` holds 32 values of shared memory, blockDim.x is a multiple of 32. All
+// threads call it.
+template <class T, class Combine>
+__device__ __forceinline__ T block_reduce(T value, Combine combine, T* slots) {
+  const int warps = blockDim.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+    value = combine(value, __shfl_xor_sync(kFullMask, value, offset));
+  if (warps == 1) return value;
+  __syncthreads();  // the slots may still be read by the call before
+  if (lane == 0) slots[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  T total = slots[0];
+  for (int warp = 1; warp < warps; ++warp) total = combine(total, slots[warp]);
+  return total;
+}
+
 }  // namespace domino
