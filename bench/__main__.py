@@ -77,7 +77,7 @@ def main():
             if options.check:
                 continue
             right = {name: fn for name, fn in case.providers.items() if not verdict[name]}
-            times = timer.measure(right, timing.Rotation(case.make))
+            times = timer.measure(right, timing.Rotation(case))
             for name in case.providers:
                 row = report.row(case, name, times.get(name, {}), name in right)
                 run["rows"].append(row)

@@ -11,7 +11,7 @@ SUITES = {"head": "bench.ops.head"}
 class Case:
     """One op at one shape.
 
-    make(seed, device) -> the operands of one copy: inputs, weights, outputs, as a tuple of tensors.
+    make(seed, device) -> the operands of one copy, as a tuple: inputs, weights, outputs, workspace.
     providers: name -> fn(*operands), graph-safe; "ours" and the peers get the same operands.
     check(operands, results): raises AssertionError where the result of a provider is wrong. It runs
     once a provider before any timing: no figure without a right answer.

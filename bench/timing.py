@@ -27,13 +27,11 @@ def l2_bytes():
 class Rotation:
     """Copies of a case's operands, and how many calls a graph of them makes."""
 
-    def __init__(self, make, device="cuda"):
-        first = make(0, device)
-        size = sum(t.numel() * t.element_size() for t in first)
-        copies = max(2, math.ceil(4 * l2_bytes() / max(size, 1)))
+    def __init__(self, case):
+        # by the bytes that a call reads: an embedding table of which it reads rows does not count
+        copies = max(2, math.ceil(4 * l2_bytes() / case.bytes))
         self.calls = min(max(CALLS, copies), MAX_CALLS)
-        self.copies = [first]
-        self.copies += [make(seed, device) for seed in range(1, min(copies, self.calls))]
+        self.copies = [case.make(seed, "cuda") for seed in range(min(copies, self.calls))]
 
     def __getitem__(self, i):
         return self.copies[i % len(self.copies)]
