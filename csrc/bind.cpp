@@ -28,9 +28,9 @@ PYBIND11_MODULE(_C, m) {
       field("state_stride", &GruStepParams::state_stride), field("dtype", &GruStepParams::dtype));
 
   bind_op<DraftChainParams>(
-      m, "draft_chain", [](const DraftChainParams&, void*) -> int { return kNoCuda; },
-      draft_chain_cpu, field("tokens", &DraftChainParams::tokens),
-      field("scores", &DraftChainParams::scores), field("workspace", &DraftChainParams::workspace),
+      m, "draft_chain", DOMINO_CUDA_LAUNCHER(draft_chain_cuda), draft_chain_cpu,
+      field("tokens", &DraftChainParams::tokens), field("scores", &DraftChainParams::scores),
+      field("workspace", &DraftChainParams::workspace),
       field("base_logits", &DraftChainParams::base_logits),
       field("hidden", &DraftChainParams::hidden), field("anchor", &DraftChainParams::anchor),
       field("w_ih", &DraftChainParams::w_ih), field("w_hh", &DraftChainParams::w_hh),

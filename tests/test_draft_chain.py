@@ -7,7 +7,6 @@ from domino_kernels import HeadWeights, draft_chain, draft_chain_out, draft_chai
 from domino_kernels.reference.head import draft_chain as reference_chain
 from domino_kernels.reference.head import first_argmax, replay_chain, round_to
 from domino_kernels.testing import Guarded, to_numpy
-from domino_kernels.torch_library import OPS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # How far a kernel's score may be from the fp64 chain's on inputs of make(), whose scores spread
@@ -325,16 +324,6 @@ def test_empty_batch(device, generator):
     inputs = make(generator, torch.float32, device, B=0)
     tokens, scores = draft_chain(*inputs, return_scores=True)
     assert tokens.shape == scores.shape == (0, 15)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype, device, generator):
-    base, hidden, anchor, weights = make(generator, dtype, device)
-    outputs = [torch.zeros(2, 15, dtype=t, device=device) for t in (torch.int64, torch.float32)]
-    workspace = draft_chain_workspace(2, 15, weights)
-    tensors = [getattr(weights, field) for field in FIELDS]
-    arguments = (base, hidden, anchor, *tensors, True, 1, workspace, *outputs)
-    torch.library.opcheck(OPS["draft_chain"], arguments)
 
 
 # ---- GPU only ----

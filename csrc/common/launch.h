@@ -21,7 +21,7 @@ inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(s
 inline int launched() { return static_cast<int>(cudaGetLastError()); }
 
 template <class T>
-constexpr T ceil_div(T a, T b) {
+__host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 

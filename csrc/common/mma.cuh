@@ -1,0 +1,45 @@
+// Tensor-core step m16n8k16 with fp32 sums, and the load that feeds it.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace domino {
+
+// d += a b. With g = lane / 4 and t = lane % 4 a lane holds, two elements of T a register,
+//   a[0..3]: rows g, g + 8, g, g + 8;  k = 2t, 2t + 1 (first two) and 2t + 8, 2t + 9 (last two)
+//   b[0..1]: column g;                 k likewise
+//   d[0..3]: (row g, columns 2t and 2t + 1), (row g + 8, the same columns)
+template <class T>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                            uint32_t a3, uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void mma_16x8x16<bf16>(float (&d)[4], uint32_t a0, uint32_t a1,
+                                                  uint32_t a2, uint32_t a3, uint32_t b0,
+                                                  uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma_16x8x16<f16>(float (&d)[4], uint32_t a0, uint32_t a1,
+                                                 uint32_t a2, uint32_t a3, uint32_t b0,
+                                                 uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 bytes of global memory that no kernel in flight writes and this SM does not read again soon.
+__device__ __forceinline__ uint4 load_stream(const void* pointer) {
+  uint4 value;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(pointer));
+  return value;
+}
+
+}  // namespace domino

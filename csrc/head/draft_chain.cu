@@ -1,0 +1,85 @@
+#include <algorithm>
+
+#include "head/draft_chain.cuh"
+
+namespace domino {
+
+namespace {
+
+constexpr int64_t kMaxGridY = 65535;
+
+bool fits_mma(const DraftChainParams& p) {
+  const auto rows = [](const void* pointer, int64_t length) {
+    return is_aligned(pointer, 16) && length % 8 == 0;
+  };
+  return p.dtype != DType::kF32 && rows(p.w_ih, p.inputs) && rows(p.w_hh, p.units) &&
+         rows(p.w1, p.inputs + p.units) && rows(p.w2, p.rank) && rows(p.embedding, p.inputs) &&
+         rows(p.hidden, p.hidden_batch_stride) && p.hidden_slot_stride % 8 == 0;
+}
+
+// kWide: more than 8 batch rows, so that the weights are read once for several tiles of them.
+template <class T, class Base, bool kMma, bool kWide>
+int launch(const DraftChainArgs& p, int processors, cudaStream_t stream) {
+  constexpr int kTiles = kWide ? 2 : 1, kScoreTiles = kWide ? 4 : 1;
+  const int64_t corrected = p.corrected();
+  const auto tiles = [](int64_t columns, int count) -> unsigned {
+    return ceil_div<int64_t>(columns, count * kTileColumns);
+  };
+  const unsigned rank_blocks = ceil_div<int64_t>(p.rank, kTileRows);
+  const unsigned vocab_blocks = std::min<int64_t>(
+      ceil_div<int64_t>(p.vocab, kTileRows * kChainWarps), 4 * static_cast<int64_t>(processors));
+  const dim3 hidden_grid(rank_blocks, tiles(p.batch * corrected, kTiles));
+  const dim3 state_grid(ceil_div<int64_t>(p.units, 8), tiles(p.batch, kTiles));
+  const dim3 low_rank_grid(rank_blocks, tiles(p.batch, kTiles));
+  const dim3 score_grid(vocab_blocks, tiles(p.batch, kScoreTiles));
+  if (hidden_grid.y > kMaxGridY || state_grid.y > kMaxGridY) return kBadArgument;
+
+  const int64_t ids = p.batch * p.drafts;
+  const cudaError_t cleared = cudaMemsetAsync(p.keys, 0, ids * sizeof(*p.keys), stream);
+  if (cleared != cudaSuccess) return cleared;
+  if (const int prefix = static_cast<int>(std::min(p.prefix, p.drafts))) {
+    const dim3 grid(std::min(vocab_blocks, 64u), std::min(p.batch * prefix, kMaxGridY));
+    chain_base<Base><<<grid, kChainThreads, 0, stream>>>(p, prefix);
+  }
+  if (corrected > 0) {
+    chain_hidden<T, kMma, kTiles><<<hidden_grid, kChainThreads, 0, stream>>>(p);
+    for (int j = 0; j < p.drafts; ++j) {
+      chain_state<T, kMma, kTiles><<<state_grid, kChainThreads, 0, stream>>>(p, j);
+      if (j < p.prefix) continue;
+      chain_low_rank<T, kMma, kTiles><<<low_rank_grid, kChainThreads, 0, stream>>>(p, j);
+      chain_score<T, Base, kMma, kScoreTiles><<<score_grid, kChainThreads, 0, stream>>>(p, j);
+    }
+  }
+  chain_finish<<<ceil_div<int64_t>(ids, kChainThreads), kChainThreads, 0, stream>>>(p);
+  return launched();
+}
+
+template <class T, class Base>
+int launch(const DraftChainParams& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const DraftChainArgs args(p);
+  if constexpr (!std::is_same_v<T, float>) {
+    if (fits_mma(p) && p.batch > kTileColumns)
+      return launch<T, Base, true, true>(args, processors, stream);
+    if (fits_mma(p)) return launch<T, Base, true, false>(args, processors, stream);
+  }
+  return launch<T, Base, false, false>(args, processors, stream);
+}
+
+}  // namespace
+
+int draft_chain_cuda(const DraftChainParams& p, void* stream) {
+  if (p.batch == 0 || p.drafts == 0) return kOk;
+  return dispatch_dtype(p.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (p.base_dtype == p.dtype) return launch<T, T>(p, as_stream(stream));
+    if (p.base_dtype == DType::kF32) return launch<T, float>(p, as_stream(stream));
+    return static_cast<int>(kBadDtype);
+  });
+}
+
+}  // namespace domino
