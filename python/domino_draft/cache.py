@@ -24,6 +24,7 @@ class RowCache:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.host_lengths = [0] * batch
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._at: tuple[Tensor, Tensor] | None = None  # where ragged rows write: (row, position)
 
     @property
     def uniform(self) -> bool:
@@ -53,19 +54,27 @@ class RowCache:
             keys[:, :, end - tokens : end] = k
             values[:, :, end - tokens : end] = v
         else:
-            rows = torch.arange(len(self.host_lengths), device=k.device)[:, None]
-            at = self.positions(tokens)
+            rows, at = self._write_index(tokens)
             keys[rows, :, at] = k.transpose(1, 2)
             values[rows, :, at] = v.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
 
+    def _write_index(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Row and position of every new token, made once for all layers of a forward."""
+        if self._at is None or self._at[1].shape[1] != tokens:
+            rows = torch.arange(len(self.host_lengths), device=self.lengths.device)
+            self._at = rows[:, None], self.positions(tokens)
+        return self._at
+
     def advance(self, counts: Tensor, host_counts: Sequence[int]) -> None:
         """Keep the first counts[b] of the tokens written last; the two arguments agree."""
+        self._at = None
         self.lengths = self.lengths + counts
         self.host_lengths = [n + c for n, c in zip(self.host_lengths, host_counts)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
+        self._at = None
         index = torch.tensor(rows, device=self.lengths.device)
         self.lengths = self.lengths[index]
         self.host_lengths = [self.host_lengths[row] for row in rows]
