@@ -21,6 +21,7 @@ _EXPORTS = {
     "Stats": "generate",
     "generate": "generate",
     "stream": "generate",
+    "NgramDrafter": "ngram",
     "GreedyReport": "losslessness",
     "greedy_report": "losslessness",
 }

@@ -5,7 +5,8 @@ fixes each prompt's continuation), then each drafter in the same process on the 
 
 - *Accepted length* of a set = tokens emitted / (cycle, row) pairs, a ratio of sums over its
   prompts: accepted drafts + 1 per cycle. The token that the prompt's own forward yields belongs to
-  no cycle.
+  no cycle. A cycle that a stop token cuts counts up to it; one that `max_new_tokens` cuts counts
+  whole.
 - *Without tails*: greedy text of a small model often ends in a loop, which any drafter predicts.
   :func:`repetitive_tail` says where a loop begins; cycles that start after that point are left out.
 - *Intervals*: 95% percentile bootstrap over prompts; differences between two drafters resample the
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +82,8 @@ def bootstrap(
     """
     generator = np.random.default_rng(seed)
     weights = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
-    low, high = np.nanpercentile(statistic(weights), (2.5, 97.5))
+    with np.errstate(invalid="ignore"):  # a resample can be without a cycle
+        low, high = np.nanpercentile(statistic(weights), (2.5, 97.5))
     return float(low), float(high)
 
 
@@ -97,5 +100,321 @@ def difference(
 ) -> dict[str, float]:
     """Accepted length of `first` minus `second`, each (emitted, cycles) over the same prompts."""
     (a, b), (c, d) = (tuple(np.asarray(x, float) for x in pair) for pair in (first, second))
-    low, high = bootstrap(lambda w: (w @ a) / (w @ b) - (w @ c) / (w @ d), len(a), **options)
+
+    def statistic(weights: np.ndarray) -> np.ndarray:
+        return (weights @ a) / (weights @ b) - (weights @ c) / (weights @ d)
+
+    low, high = bootstrap(statistic, len(a), **options)
     return {"value": ratio_of_sums(a, b) - ratio_of_sums(c, d), "low": low, "high": high}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of an evaluation set: ids, or (`after`) a second turn to the answer of another row."""
+
+    set: str
+    id: str
+    text: str
+    ids: list[int] | None = None
+    after: str | None = None
+
+
+def load_prompts(
+    path: str | Path, sets: Iterable[str] = (), limit: int | None = None
+) -> list[Prompt]:
+    """Prompts of a JSONL file with "set", "id", "text" and "ids" (or "after") a line.
+
+    sets: names to keep, all if empty. limit: that many prompts a set, evenly spread over it.
+
+    Raises:
+        ValueError: a name in `sets` that is not in the file, or a second turn without its first.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    names = ("set", "id", "text", "ids", "after")
+    rows = [Prompt(**{k: v for k, v in json.loads(line).items() if k in names}) for line in lines]
+    found = list(dict.fromkeys(row.set for row in rows))
+    wanted = list(sets) or found
+    for name in wanted:
+        if name not in found:
+            raise ValueError(f"load_prompts: sets: got {name!r}, expected some of {found}")
+    chosen = []
+    for name in wanted:
+        part = [row for row in rows if row.set == name]
+        if limit is not None and limit < len(part):
+            picked = {round(i * (len(part) - 1) / max(limit - 1, 1)) for i in range(limit)}
+            kept = [part[i] for i in sorted(picked)]
+            needed = {row.after for row in kept} - {row.id for row in kept} - {None}
+            part = [row for row in part if row in kept or row.id in needed]
+        chosen += part
+    present = {row.id for row in chosen}
+    for row in chosen:
+        if row.after is not None and row.after not in present:
+            raise ValueError(f"load_prompts: {row.id}: got after={row.after!r}, no such row")
+    return chosen
+
+
+def next_turn(tokenizer, text: str) -> list[int]:
+    """Ids that follow an answer (without its stop token) when the user goes on with `text`."""
+    mark = "\u241f"
+    turns = [("user", "?"), ("assistant", mark), ("user", text)]
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return tokenizer(whole.split(mark)[1], add_special_tokens=False)["input_ids"]
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Batches of one set each, prompts of similar length together."""
+    result = []
+    for name in dict.fromkeys(p.set for p in prompts):
+        part = sorted((p for p in prompts if p.set == name), key=lambda p: len(p.ids))
+        result += [part[i : i + size] for i in range(0, len(part), size)]
+    return result
+
+
+def complete_turns(
+    target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int, batch_size: int
+) -> list[Prompt]:
+    """The prompts with second turns filled in after the target's own greedy first answers."""
+    from .generate import generate
+
+    needed = {p.after for p in prompts} - {None}
+    first = {p.id: p for p in prompts if p.id in needed}
+    stops, history = set(target.stop_token_ids), {}
+    for batch in batches(list(first.values()), batch_size):
+        done = generate(target, None, [p.ids for p in batch], max_new_tokens=max_new_tokens)
+        for prompt, ids in zip(batch, done.sequences):
+            history[prompt.id] = prompt.ids + (ids[:-1] if ids[-1] in stops else ids)
+    return [
+        p
+        if p.after is None
+        else Prompt(p.set, p.id, p.text, history[p.after] + next_turn(target.tokenizer, p.text))
+        for p in prompts
+    ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded by one drafter; cycles = tokens emitted by each cycle."""
+
+    output: list[int]
+    stopped: bool
+    cycles: list[int]
+
+    def counts(self, keep: int | None = None) -> tuple[int, int]:
+        """(tokens emitted, cycles), of the cycles that start before output token `keep`."""
+        emitted, position, number = 0, 1, 0
+        for size in self.cycles:
+            if keep is not None and position >= keep:
+                break
+            if self.stopped:
+                size = min(size, len(self.output) - position)
+            emitted, position, number = emitted + size, position + size, number + 1
+        return emitted, number
+
+
+def evaluate(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    num_drafts: Mapping[str, int] | None = None,
+    resamples: int = RESAMPLES,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Decode every prompt with the target alone and with each drafter, and compare.
+
+    Args:
+        drafters: by the names that the report uses.
+        num_drafts: proposals a cycle by drafter name (a drafter's own default otherwise).
+        progress: called with (batches done, batches in all).
+
+    Returns:
+        A report that `json` can write:
+
+        - "run": device, dtype, threads, versions, date, batch_size, max_new_tokens, num_drafts
+        - "sets": by set name {"prompts", "tokens" (of the target's outputs), "tail_fraction" (of
+          those tokens), "target": {"tokens_per_second"}, "drafters": by name {"accepted_length"
+          and "accepted_length_without_tails": {"value", "low", "high", "cycles"}, "identical"
+          (fraction of prompts), "near_tie_tokens" and "violation_tokens" (of the outputs that are
+          not identical), "tokens_per_second", "speedup"}, "differences": [{"first", "second",
+          "tails" (bool), "value", "low", "high"}]}
+        - "prompts": [{"set", "id", "tokens", "kept" (tokens before the tail), "identical" and
+          "counts" by drafter (emitted, cycles, emitted and cycles without tails)}]
+    """
+    from .losslessness import greedy_report
+
+    if TARGET in drafters:
+        raise ValueError(f"evaluate: drafters: got the name {TARGET!r}, expected another one")
+    prompts = complete_turns(target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    runs, speed = _decode_all(
+        target, drafters, prompts, max_new_tokens, batch_size, num_drafts or {}, progress
+    )
+    stops = set(target.stop_token_ids)
+
+    def kept(run: Run) -> int:
+        text = run.output[:-1] if run.output[-1] in stops else run.output
+        cut = repetitive_tail(text)
+        return len(run.output) if cut == len(text) else cut
+
+    rows, near = [], {}
+    for prompt in prompts:
+        own = runs[TARGET][prompt.id]
+        row = {"set": prompt.set, "id": prompt.id, "tokens": len(own.output), "kept": kept(own)}
+        row["identical"], row["counts"] = {}, {}
+        for name in drafters:
+            run = runs[name][prompt.id]
+            row["identical"][name] = run.output == own.output
+            row["counts"][name] = [*run.counts(), *run.counts(kept(run))]
+            if run.output != own.output:
+                found = greedy_report(target, prompt.ids, run.output)
+                ties, violations = near.get((prompt.set, name), (0, 0))
+                near[prompt.set, name] = ties + found.near_ties, violations + found.violations
+        rows.append(row)
+    names = dict.fromkeys(p.set for p in prompts)
+    return {
+        "run": _environment(target)
+        | {
+            "batch_size": batch_size,
+            "max_new_tokens": max_new_tokens,
+            "num_drafts": {
+                n: (num_drafts or {}).get(n, d.default_drafts) for n, d in drafters.items()
+            },
+        },
+        "sets": {
+            name: _summary(
+                [r for r in rows if r["set"] == name],
+                list(drafters),
+                speed[name],
+                {d: near.get((name, d), (0, 0)) for d in drafters},
+                resamples,
+            )
+            for name in names
+        },
+        "prompts": rows,
+    }
+
+
+def _decode_all(target, drafters, prompts, max_new_tokens, batch_size, num_drafts, progress):
+    """runs[arm][prompt id], and speed[set][arm] = [tokens, seconds]."""
+    from .generate import generate
+
+    arms = {TARGET: None} | dict(drafters)
+    runs: dict[str, dict[str, Run]] = {name: {} for name in arms}
+    speed: dict[str, dict[str, list[float]]] = {}
+    work = batches(prompts, batch_size)
+    for drafter in arms.values():  # kernels load and allocators warm up outside the clock
+        generate(target, drafter, [p.ids for p in work[0]], max_new_tokens=4)
+    for index, batch in enumerate(work):
+        for name, drafter in arms.items():
+            done = generate(
+                target,
+                drafter,
+                [p.ids for p in batch],
+                max_new_tokens=max_new_tokens,
+                num_drafts=num_drafts.get(name),
+            )
+            clock = speed.setdefault(batch[0].set, {}).setdefault(name, [0, 0.0])
+            clock[0] += done.stats.tokens
+            clock[1] += done.stats.seconds
+            for row, prompt in enumerate(batch):
+                runs[name][prompt.id] = Run(
+                    done.sequences[row], done.finish[row] == "stop", done.stats.accepted[row]
+                )
+        if progress:
+            progress(index + 1, len(work))
+    return runs, speed
+
+
+def _summary(rows, drafters, speed, near, resamples) -> dict[str, Any]:
+    rates = {name: tokens / seconds for name, (tokens, seconds) in speed.items()}
+    counts = {name: np.array([row["counts"][name] for row in rows], float).T for name in drafters}
+    tokens = sum(row["tokens"] for row in rows)
+    pairs = [(a, b, tails) for a, b in combinations(drafters, 2) for tails in (True, False)]
+    columns = {True: slice(0, 2), False: slice(2, 4)}
+    return {
+        "prompts": len(rows),
+        "tokens": tokens,
+        "tail_fraction": 1 - sum(row["kept"] for row in rows) / tokens,
+        TARGET: {"tokens_per_second": rates[TARGET]},
+        "drafters": {
+            name: {
+                "accepted_length": accepted_length(*counts[name][:2], resamples=resamples),
+                "accepted_length_without_tails": accepted_length(
+                    *counts[name][2:], resamples=resamples
+                ),
+                "identical": sum(row["identical"][name] for row in rows) / len(rows),
+                "near_tie_tokens": near[name][0],
+                "violation_tokens": near[name][1],
+                "tokens_per_second": rates[name],
+                "speedup": rates[name] / rates[TARGET],
+            }
+            for name in drafters
+        },
+        "differences": [
+            {"first": a, "second": b, "tails": tails}
+            | difference(counts[a][columns[tails]], counts[b][columns[tails]], resamples=resamples)
+            for a, b, tails in pairs
+        ],
+    }
+
+
+def _environment(target: Target) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    cuda = target.device.type == "cuda"
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": torch.cuda.get_device_name(target.device) if cuda else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report's figures as two Markdown tables: drafters by set, and paired differences."""
+
+    def interval(found: Mapping[str, float]) -> str:
+        return f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+    lines = [
+        "| set | drafter | accepted length (95%) | without tails (95%) | tokens/s | × target alone "
+        "| identical | near ties / violations |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in report["sets"].items():
+        rate = found[TARGET]["tokens_per_second"]
+        lines.append(f"| {name} ({found['prompts']}) | target alone | 1 | 1 | {rate:.1f} | 1 | | |")
+        for drafter, row in found["drafters"].items():
+            lines.append(
+                f"| {name} | {drafter} | {interval(row['accepted_length'])} "
+                f"| {interval(row['accepted_length_without_tails'])} "
+                f"| {row['tokens_per_second']:.1f} | {row['speedup']:.2f} "
+                f"| {100 * row['identical']:.1f}% "
+                f"| {row['near_tie_tokens']} / {row['violation_tokens']} |"
+            )
+    pairs = [(name, row) for name, found in report["sets"].items() for row in found["differences"]]
+    if pairs:
+        lines += ["", "| set | difference | tails | accepted length (95%) |", "|---|---|---|---|"]
+    for name, row in pairs:
+        tails = "with" if row["tails"] else "without"
+        lines.append(f"| {name} | {row['first']} − {row['second']} | {tails} | {interval(row)} |")
+    return "\n".join(lines)

@@ -93,13 +93,12 @@ def _stage_gguf(wheels, directory):
 def convert(gguf, folder):
     """Dequantise the file `gguf` to a bf16 Hugging Face folder (26-80 s on 2 cores).
 
-    Needs ``gguf`` and ``accelerate`` (the extra ``domino-kernels[smollm2]``).
+    Needs ``gguf`` and ``accelerate`` (both in the extra ``train``).
     """
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"smollm2: converting the GGUF file needs {package}: "
-                "pip install 'domino-kernels[smollm2]'"
+                f"smollm2: converting the GGUF file needs {package}: pip install gguf accelerate"
             )
     import torch
     import transformers

@@ -4,31 +4,12 @@ import zipfile
 import pytest
 from domino_draft import smollm2
 
-TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nhelp<|im_end|>\n' }}"
-    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
-    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+from .tokens import chat_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    marks = ["<|im_start|>", "<|im_end|>"]
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=marks,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(["user assistant system help"], trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, chat_template=TEMPLATE, eos_token="<|im_end|>"
-    )
+    return chat_tokenizer()
 
 
 def test_chat_prompt_ends_at_the_answer_and_open_turn_inside_the_question(tokenizer):

@@ -1,0 +1,301 @@
+"""The command `domino-draft`: decode, compare, train, look into a drafter.
+
+Exit codes: 0 done, 1 a stated error (with DOMINO_DEBUG=1 its traceback), 2 wrong usage.
+Torch is imported by the commands, not by this module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+
+class _Commands(click.Group):
+    """Turns the errors that the package states into one line and exit code 1."""
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
+            if os.environ.get("DOMINO_DEBUG"):
+                raise
+            raise click.ClickException(str(error)) from error
+
+
+def _options(*options):
+    def decorate(function):
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+_TARGET = click.option(
+    "--target", default="smollm2", show_default=True, help="Model folder, or smollm2."
+)
+_MACHINE = _options(
+    click.option("--device", default=None, help="cpu, cuda, ...; a GPU if there is one."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        default=None,
+        help="float32 on the CPU, bfloat16 elsewhere.",
+    ),
+    click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads of Torch."),
+)
+_NUM_DRAFTS = click.option(
+    "--num-drafts", type=click.IntRange(1), default=None, help="Proposals a cycle."
+)
+
+
+def _machine(device: str | None, dtype: str | None, threads: int | None) -> tuple[str, str]:
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device, dtype or ("float32" if device == "cpu" else "bfloat16")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="domino-kernels")
+def main() -> None:
+    """Decode a language model faster with a Domino drafter, and train such drafters."""
+
+
+@main.command()
+@click.argument("prompt", required=False)
+@click.option("--file", type=click.Path(exists=True, dir_okay=False), help="One prompt a line.")
+@_TARGET
+@click.option(
+    "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
+)
+@click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
+@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@_NUM_DRAFTS
+@_MACHINE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def generate(
+    prompt, file, target, drafter, chat, max_new_tokens, temperature, seed, num_drafts, as_json,
+    **machine,
+):  # fmt: skip
+    """Answer PROMPT, the lines of --file, or the standard input; text is streamed."""
+    prompts = _read_prompts(prompt, file)
+
+    from .generate import Stats, stream
+    from .loading import TextStream, load_drafter, load_target
+
+    model = load_target(target, *_machine(**machine))
+    tool = load_drafter(drafter, model)
+    ids = [_encode(model.tokenizer, text, chat) for text in prompts]
+    stats, texts = Stats(), [""] * len(ids)
+    shown = [TextStream(model.tokenizer) for _ in ids]
+    outputs: list[list[int]] = [[] for _ in ids]
+    finish: list[str | None] = [None] * len(ids)
+    live = len(ids) == 1 and not as_json
+    for chunk in stream(
+        model, tool, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+        num_drafts=num_drafts, stats=stats,
+    ):  # fmt: skip
+        piece = shown[chunk.row].push(chunk.tokens, last=chunk.finish is not None)
+        texts[chunk.row] += piece
+        outputs[chunk.row] += chunk.tokens
+        finish[chunk.row] = chunk.finish
+        if live:
+            click.echo(piece, nl=False)
+    figures = {
+        "tokens": stats.tokens,
+        "cycles": stats.cycles,
+        "accepted_length": round(stats.accepted_length, 4),
+        "seconds": round(stats.seconds, 4),
+        "tokens_per_second": round(stats.tokens_per_second, 2),
+    }
+    if as_json:
+        rows = [
+            {"prompt": p, "text": t, "tokens": o, "finish": f}
+            for p, t, o, f in zip(prompts, texts, outputs, finish)
+        ]
+        click.echo(json.dumps({"outputs": rows, "stats": figures}))
+        return
+    if not live:
+        for number, text in enumerate(texts):
+            click.echo(f"--- {number}\n{text}")
+    else:
+        click.echo()
+    click.echo(
+        f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
+        f"accepted length {stats.accepted_length:.2f}",
+        err=True,
+    )
+
+
+def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
+    if prompt is not None and file is not None:
+        raise click.UsageError("give PROMPT or --file, not both")
+    if file is not None:
+        prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line]
+    elif prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            raise click.UsageError("no prompt: give PROMPT, --file, or text on the standard input")
+        prompts = [sys.stdin.read().rstrip("\n")]
+    else:
+        prompts = [prompt]
+    if not prompts or not all(prompts):
+        raise click.UsageError("the prompt is empty")
+    return prompts
+
+
+def _encode(tokenizer, text: str, chat: bool) -> list[int]:
+    from .smollm2 import chat_prompt
+
+    return chat_prompt(tokenizer, text) if chat else tokenizer(text)["input_ids"]
+
+
+@main.command()
+@click.option(
+    "--prompts", required=True, type=click.Path(exists=True, dir_okay=False),
+    help="JSONL with set, id, text, ids (see models/smollm2-135m-domino/prompts.py).",
+)  # fmt: skip
+@_TARGET
+@click.option(
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER",
+    help="Folder, shipped or ngram, with the name in the report; may be given several times.",
+)  # fmt: skip
+@click.option("--set", "sets", multiple=True, help="Only this set; may be given several times.")
+@click.option("--limit", type=click.IntRange(1), help="Prompts a set.")
+@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@_NUM_DRAFTS
+@_MACHINE
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the report here.")
+def evaluate(
+    prompts, target, drafters, sets, limit, batch_size, max_new_tokens, num_drafts, json_file,
+    **machine,
+):  # fmt: skip
+    """Accepted length, speed and token identity of drafters on prompt sets, as a table."""
+    from rich.progress import Progress
+
+    from . import evaluate as evaluation
+    from .loading import load_drafter, load_target
+
+    rows = evaluation.load_prompts(prompts, sets, limit)
+    model = load_target(target, *_machine(**machine))
+    tools = {}
+    for entry in drafters or ("shipped", "ngram"):
+        name, _, folder = entry.rpartition("=")
+        name = name or Path(entry).name
+        if name in tools:
+            raise click.UsageError(f"two drafters are called {name!r}: use NAME=FOLDER")
+        tools[name] = load_drafter(folder, model)
+        if tools[name] is None:
+            raise click.UsageError("--drafter none: the target alone is always measured")
+    asked = {} if num_drafts is None else {
+        name: min(num_drafts, tool.max_drafts) for name, tool in tools.items()
+    }  # fmt: skip
+    with Progress(disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("batches", total=None)
+        report = evaluation.evaluate(
+            model, tools, rows, max_new_tokens=max_new_tokens, batch_size=batch_size,
+            num_drafts=asked,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    report["run"]["command"] = " ".join(["domino-draft", *sys.argv[1:]])
+    click.echo(evaluation.markdown(report))
+    if json_file:
+        _write(Path(json_file), json.dumps(report) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write whole, then rename: a reader never sees half a report."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+@main.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True,
+                      "help_option_names": []},
+    add_help_option=False,
+)  # fmt: skip
+@click.pass_context
+def train(ctx: click.Context) -> None:
+    """Train a drafter and export it as a Hugging Face folder (options: train --help)."""
+    from .train.cli import main as command
+
+    command.main(args=ctx.args, prog_name="domino-draft train", standalone_mode=False)
+
+
+@main.command()
+@click.option("--prompts", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--output", required=True, type=click.Path(dir_okay=False), help="An .npz file.")
+@_TARGET
+@click.option("--slots", type=click.IntRange(1), default=1024, show_default=True, help="Batch.")
+@click.option("--max-length", type=click.IntRange(2), default=512, show_default=True)
+@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=320, show_default=True)
+@click.option("--sampled-fraction", type=click.FloatRange(0, 1), default=0.3, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True)
+@click.option("--max-seconds", type=float, default=float("inf"), help="Stop after this long.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--shard", type=(int, int), default=(0, 1), help="Index and count of this process.")
+@_MACHINE
+def regenerate(prompts, output, target, device, dtype, threads, **options):
+    """Let the target answer training prompts (.npz); writes responses, prints counts as JSON."""
+    from .smollm2 import prepare
+    from .train import regenerate as work
+
+    device, dtype = _machine(device, dtype, threads)
+    folder = str(prepare()) if target == "smollm2" else target
+    found = work.run(folder, prompts, output, device=device, dtype=dtype, **options)
+    click.echo(json.dumps(found))
+
+
+@main.command()
+@click.option("--drafter", default="shipped", show_default=True, help="Folder, shipped or ngram.")
+@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=160, show_default=True)
+@_NUM_DRAFTS
+@_MACHINE
+def demo(drafter, max_new_tokens, num_drafts, device, dtype, threads):
+    """Set up SmolLM2, decode prompts with its drafter and alone, and compare."""
+    from .demo import run
+
+    threads = threads or os.cpu_count()
+    device, dtype = _machine(device, dtype, threads)
+    same = run(drafter, device, dtype, max_new_tokens=max_new_tokens, num_drafts=num_drafts)
+    if not same:
+        raise click.ClickException("an output is not the target's own")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True)
+def inspect(folder: str, as_json: bool) -> None:
+    """Configuration, tensors and parameter count of a drafter's FOLDER."""
+    from dataclasses import asdict
+
+    from .drafter import DominoDrafter
+
+    drafter = DominoDrafter.from_pretrained(folder)
+    tensors = {name: list(t.shape) for name, t in drafter.state_dict().items()}
+    total = sum(t.numel() for t in drafter.state_dict().values())
+    if as_json:
+        found = {"config": asdict(drafter.config), "parameters": total, "tensors": tensors}
+        click.echo(json.dumps(found))
+        return
+    for name, value in asdict(drafter.config).items():
+        click.echo(f"{name:24} {value}")
+    for name, shape in tensors.items():
+        click.echo(f"{name:48} {'x'.join(map(str, shape))}")
+    click.echo(f"{total / 1e6:.2f}M parameters")
+
+
+if __name__ == "__main__":
+    main()
