@@ -22,10 +22,12 @@ def load_target(
     """The target in a local Hugging Face folder, or SmolLM2-135M-Instruct for "smollm2"."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from .smollm2 import prepare
     from .target import Target
 
+    logging.disable_progress_bar()  # the command line shows its own
     folder = prepare() if str(name) == SMOLLM2 else Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"target: got {str(name)!r}, expected {SMOLLM2!r} or a model's folder")

@@ -1,0 +1,153 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from domino_draft import DominoDrafter, Target, generate
+from domino_draft.cli import main
+from domino_draft.demo import Row, table
+from domino_draft.loading import TextStream
+from domino_draft.smollm2 import chat_prompt
+
+from .conftest import tiny_model
+from .tokens import chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def folders(tmp_path, tokenizer, tiny_config):
+    """(target, drafter) folders of random tiny models."""
+    size = len(tokenizer)
+    model = tiny_model("Llama", vocab_size=size)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    torch.manual_seed(0)
+    DominoDrafter(tiny_config(vocab_size=size)).save_pretrained(tmp_path / "drafter")
+    return str(tmp_path / "target"), str(tmp_path / "drafter")
+
+
+def invoke(*args, **options):
+    return CliRunner().invoke(main, [str(a) for a in args], **options)
+
+
+def own_text(folder, tokenizer, text, count):
+    target = Target(tiny_model("Llama", vocab_size=len(tokenizer)), tokenizer)
+    ids = chat_prompt(tokenizer, text)
+    out = generate(target, None, [ids], max_new_tokens=count, stop_token_ids=()).sequences[0]
+    return out
+
+
+@pytest.mark.parametrize("drafter", ["folder", "ngram", "none"])
+def test_generate_gives_the_own_text_of_the_target(folders, tokenizer, drafter):
+    target, folder = folders
+    drafter = folder if drafter == "folder" else drafter
+    done = invoke("generate", "Hi", "--target", target, "--drafter", drafter, "--device", "cpu",
+                  "-n", 12, "--json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    expected = own_text(target, tokenizer, "Hi", 12)
+    assert found["outputs"][0]["tokens"] == expected
+    assert found["outputs"][0]["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert found["outputs"][0]["finish"] == "length" and found["stats"]["tokens"] == 12
+
+
+def test_generate_reads_files_and_the_standard_input(folders, tmp_path):
+    target, drafter = folders
+    common = ["--target", target, "--drafter", drafter, "--device", "cpu", "-n", 4]
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    done = invoke("generate", "--file", tmp_path / "prompts.txt", *common, "--json")
+    both = [row["tokens"] for row in json.loads(done.stdout)["outputs"]]
+    piped = invoke("generate", *common, "--json", input="two\n")
+    assert len(both) == 2 and json.loads(piped.stdout)["outputs"][0]["tokens"] == both[1]
+    text = invoke("generate", "two", *common)
+    assert text.stdout == json.loads(piped.stdout)["outputs"][0]["text"] + "\n"
+    assert "accepted length" in text.stderr
+
+
+def test_wrong_usage_is_exit_code_2_and_stated_errors_are_1(folders, tmp_path):
+    target, drafter = folders
+    assert invoke("generate", "a", "--file", __file__).exit_code == 2
+    assert invoke("generate", "", "--target", target).exit_code == 2
+    done = invoke("generate", "a", "--target", tmp_path / "none", "--device", "cpu")
+    assert done.exit_code == 1 and "a model's folder" in done.stderr
+    done = invoke("generate", "a", "--target", target, "--drafter", "x", "--device", "cpu")
+    assert done.exit_code == 1 and "drafter: got 'x'" in done.stderr
+    done = invoke("generate", "a", "--target", target, "--drafter", drafter, "--device", "cpu",
+                  "-n", 4, "--num-drafts", 9)  # fmt: skip
+    assert done.exit_code == 1 and "num_drafts: got 9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_evaluate_writes_the_report_and_prints_the_table(folders, tmp_path):
+    target, drafter = folders
+    rows = [{"set": "s", "id": f"s/{i}", "text": "", "ids": [5, 6, 7 + i]} for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = invoke("evaluate", "--prompts", tmp_path / "p.jsonl", "--target", target,
+                  "--drafter", f"ours={drafter}", "--drafter", "ngram", "--limit", 2,
+                  "--device", "cpu", "-n", 8, "--num-drafts", 8,
+                  "--json", tmp_path / "out.json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["sets"]["s"]["prompts"] == 2
+    assert report["run"]["num_drafts"] == {"ours": 4, "ngram": 8}  # never above the drafter's own
+    assert report["sets"]["s"]["drafters"]["ours"]["identical"] == 1.0
+    assert "| s | ours |" in done.stdout and "| s | ours − ngram |" in done.stdout
+    twice = ["--drafter", "ngram", "--drafter", "ngram"]
+    done = invoke("evaluate", "--prompts", tmp_path / "p.jsonl", "--target", target, *twice)
+    assert done.exit_code == 2 and "two drafters are called 'ngram'" in done.stderr
+
+
+def test_inspect(folders):
+    found = json.loads(invoke("inspect", folders[1], "--json").stdout)
+    assert found["config"]["block_size"] == 4
+    assert found["tensors"]["prefix_gru.weight_hh_l0"] == [72, 24]
+    sizes = [torch.Size(shape).numel() for shape in found["tensors"].values()]
+    assert found["parameters"] == sum(sizes)
+    assert "prefix_gru.weight_hh_l0" in invoke("inspect", folders[1]).stdout
+
+
+def test_train_passes_its_options_on():
+    done = invoke("train", "--help")
+    assert done.exit_code == 0 and "--lambda-start" in done.output
+    done = invoke("train", "--no-such-option")
+    assert done.exit_code == 2 and "no-such-option" in done.output
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys\nfrom domino_draft.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "regenerate" in done.stdout, done.stderr
+
+
+def test_text_stream_waits_for_whole_characters(tokenizer):
+    ids = tokenizer("aé€b", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 4  # bytes
+    shown = TextStream(tokenizer)
+    pieces = [shown.push([token]) for token in ids]
+    assert "".join(pieces) == "aé€b" and not any("\ufffd" in piece for piece in pieces)
+    cut = TextStream(tokenizer)
+    assert cut.push(ids[:-2], last=True) == "aé\ufffd"
+
+
+def test_demo_table_has_ratios_of_sums():
+    same = dict(near_ties=None, violations=0)
+    rows = [
+        Row("code", 30, 10, 30, 1.0, 2.0, **same),
+        Row("code", 10, 10, 10, 1.0, 2.0, **same),
+        Row("math", 20, 5, 20, 2.0, 1.0, near_ties=1, violations=0),
+        Row("chat", 20, 5, 20, 2.0, 1.0, near_ties=0, violations=3),
+    ]
+    columns = [list(column.cells) for column in table(rows).columns]
+    assert columns[0] == ["code (2)", "math (1)", "chat (1)", "all (4)"]
+    assert columns[1] == ["2.00", "4.00", "4.00", "2.67"]
+    assert columns[4] == ["2.00x", "0.50x", "0.50x", "1.00x"]
+    assert columns[5] == ["yes", "up to 1 near ties", "no: 3 tokens", "no: 3 tokens"]
