@@ -101,8 +101,10 @@ class _DualCE(torch.autograd.Function):
         h_all = hidden.detach().to(dtype)
         u_all = low_rank.detach().to(dtype) if with_head else None
         w2_c = w2.detach().to(dtype) if with_head else None
-        ce = torch.zeros(2, rows, dtype=_sum_dtype(dtype), device=hidden.device)
-        top = torch.zeros(2, rows, dtype=torch.int32, device=hidden.device)
+        # Padded rows: the kernel is specialised on 16-byte alignment, and N changes at every call.
+        padded = (2, -(-rows // 64) * 64)
+        ce = torch.zeros(padded, dtype=_sum_dtype(dtype), device=hidden.device)[:, :rows]
+        top = torch.zeros(padded, dtype=torch.int32, device=hidden.device)[:, :rows]
         d_hidden = torch.empty(rows, width, dtype=dtype, device=hidden.device) if grad_on else None
         d_low = torch.empty_like(u_all) if grad_on and with_head else None
         d_w2 = None

@@ -114,7 +114,8 @@ def test_a_label_off_by_one_is_not_learnable(tmp_path):
 
 
 def test_schedules_move_and_are_logged(tmp_path):
-    go(tmp_path, max_steps=20, log_every=1)
+    go(tmp_path, max_steps=20, log_every=1, profile=True)
+    assert "aten::mm" in (tmp_path / "profile.txt").read_text()
     records = lines(tmp_path, "train")
     lam = [r["lambda_base"] for r in records]
     assert lam == pytest.approx([1 - i / 20 for i in range(20)])

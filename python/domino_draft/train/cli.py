@@ -21,6 +21,7 @@ _HELP = {
     "max_steps": "number of updates",
     "mask_token_id": "the id that stands for a masked slot",
     "ema": "decay of the exported weight average; 0: none",
+    "profile": "write profile.txt: time by kernel over three passes",
     "trim_tails": "cut repetitive tails",
     "compile": "torch.compile of the target's and the drafter's layers",
 }

@@ -158,6 +158,10 @@ def block_hidden(
     )
     embeds = embedding[drafter.config.mask_token_id].expand(batch, blocks, slots - 1, -1)
     embeds = torch.cat((embedding[anchor_tokens][:, :, None], embeds), dim=2).flatten(1, 2)
+    if torch.is_grad_enabled():
+        # Nobody reads this gradient; with it the first layer looks like the others to the
+        # compiler, so one graph serves all.
+        embeds.requires_grad_()
     positions = (anchors[:, :, None] + torch.arange(slots, device=device)).flatten(1, 2)
     return drafter(embeds, positions, context, mask)
 
@@ -195,13 +199,20 @@ def domino_loss(
     *,
     attention: str = "dense",
     chunk_rows: int = 8192,
+    backward: bool = True,
 ) -> DualCE:
-    """The objective and its row statistics (order of `batch.rows`) for one batch."""
+    """The objective and its row statistics (order of `batch.rows`) for one batch.
+
+    backward=False: no gradient will be asked for (the layers still run as compiled for training).
+    """
     slots = drafter.config.block_size
     mask = attention_mask(batch.anchors, slots, features.shape[1], attention)
     hidden = block_hidden(drafter, features, batch.anchors, batch.inputs[:, :, 0], embedding, mask)
     hidden, low_rank = labelled_rows(drafter, hidden, batch, embedding)
     w2 = None if drafter.head is None else drafter.head.w2
+    if not backward:
+        hidden = hidden.detach()
+        low_rank, w2 = (None if t is None else t.detach() for t in (low_rank, w2))
     return dual_ce(
         hidden, low_rank, batch.labels, batch.weights, lm_head, w2, lam, chunk_rows=chunk_rows
     )

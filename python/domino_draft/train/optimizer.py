@@ -119,9 +119,11 @@ class Swapped:
     def __init__(self, params: list[Tensor], values: list[Tensor]):
         self.params, self.values = params, values
 
+    @torch.no_grad()
     def __enter__(self) -> None:
         self.kept = [p.detach().clone() for p in self.params]
         torch._foreach_copy_(self.params, self.values)
 
+    @torch.no_grad()
     def __exit__(self, *_error) -> None:
         torch._foreach_copy_(self.params, self.kept)

@@ -86,6 +86,7 @@ class TrainConfig:
     attention: str = "flex"
     compile: bool = True
     chunk_rows: int = 8192
+    profile: bool = False  # write profile.txt: time by kernel over three steps
 
     def __post_init__(self) -> None:
         def fail(field: str, expected: str) -> None:
@@ -117,7 +118,16 @@ class TrainConfig:
 
     def resume_contract(self) -> dict[str, Any]:
         """The fields that a resumed run may not change."""
-        free = {"output", "log_every", "save_every", "eval_every", "resume", "device", "compile"}
+        free = {
+            "output",
+            "log_every",
+            "save_every",
+            "eval_every",
+            "resume",
+            "device",
+            "compile",
+            "profile",
+        }
         fields = dataclasses.asdict(self)
         return json.loads(json.dumps({k: v for k, v in fields.items() if k not in free}))
 
@@ -239,27 +249,40 @@ class Trainer:
     def lam(self) -> float:
         return lambda_at(self.progress, self.config.lambda_start, self.config.lambda_ratio)
 
-    def loss(self, batch: Batch, lam: float, meter: Meter | None = None) -> Tensor:
+    def loss(
+        self, batch: Batch, lam: float, meter: Meter | None = None, backward: bool = True
+    ) -> Tensor:
         moved = DeviceBatch.of(batch, self.device)
         features = self.features(moved.tokens)
         out = domino_loss(
             self.drafter, features, moved, self.embedding, self.lm_head, lam,
             attention=self.config.attention, chunk_rows=self.config.chunk_rows,
+            backward=backward,
         )  # fmt: skip
         if meter is not None:
             meter.add(moved, out)
         return out.loss
 
-    def warm_up(self) -> None:
-        """Compile and load every kernel of a step (forward, backward, update) without changing the
-        run.
-        """
-        for _ in range(2):
+    def warm_up(self, passes: int = 2) -> None:
+        """Compile and load the kernels of forward and backward without changing the run."""
+        for _ in range(passes):
             self.optimizer.zero_grad()
             self.loss(self.sampler.batch(0), 0.5).backward()
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def profile(self, path: Path) -> None:
+        """Write where the time of three forward + backward passes goes, kernel by kernel."""
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = self.device.type == "cuda"
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        with profile(activities=kinds) as recorded:
+            self.warm_up(3)
+        key = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90)
+        path.write_text(table + "\n", encoding="utf-8")
 
     def step(self, batch: Batch) -> None:
         """One update on a batch (the batch of `steps_done`)."""
@@ -279,9 +302,9 @@ class Trainer:
             return {}
         meter = Meter(self.drafter.config, self.device)
         batches = math.ceil(len(self.held_out.data) / self.config.batch_size)
-        with torch.no_grad(), self._averaged():
+        with self._averaged():
             for step in range(batches):
-                self.loss(self.held_out.batch(step), self.lam, meter)
+                self.loss(self.held_out.batch(step), self.lam, meter, backward=False)
         return meter.read()
 
     def _averaged(self):
@@ -407,6 +430,8 @@ def run(config: TrainConfig, **loaded: Any) -> dict[str, Any]:
     loaded_at = time.monotonic()
     trainer.warm_up()
     warm_at = time.monotonic()
+    if config.profile:
+        trainer.profile(folder / "profile.txt")
     times = {"load_seconds": loaded_at - begin, "warm_up_seconds": warm_at - loaded_at}
     mode = "a" if config.resume else "w"
     with open(folder / "metrics.jsonl", mode, encoding="utf-8") as log, _progress() as progress:
