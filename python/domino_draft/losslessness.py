@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 _BLOCK = 7  # tokens of the second forward shape; odd, so that it matches no usual kernel tile
+_RIVALS = 16  # best tokens of a position whose rounding counts: the others cannot win
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class GreedyReport:
     """Verdict on one output. exact: tokens that are the argmax; near_ties: the others whose logit
     is within `tolerance` of the best; violations: the rest. Losses are best logit - chosen logit.
 
-    noise: largest difference of a logit between the two forward shapes. worst_loss: over all
-    tokens. near_tie_positions, violation_positions: indices into the output.
+    noise: largest difference between the two forward shapes in a logit among a position's 16 best.
+    worst_loss: over all tokens. near_tie_positions, violation_positions: indices into the output.
     """
 
     tokens: int
@@ -69,9 +70,9 @@ def greedy_report(
 
     The logits come from one forward over everything and, a second time, from a cached pass in
     blocks of 7. tolerance None: 1e-4 in fp32; in half precision twice the largest difference seen
-    between the two passes, since each of the two logits compared may be off by that much. So a
-    near tie is a choice that the target's own rounding can make, and a violation is one that it
-    cannot.
+    between the two passes (in the 16 best logits of a position), since each of the two logits
+    compared may be off by that much. So a near tie is a choice that the target's own rounding can
+    make, and a violation is one that it cannot.
 
     Raises:
         ValueError: prompt or output is empty.
@@ -122,6 +123,7 @@ def _block_noise(target: Target, ids, start: int, whole) -> float:
         size = block.shape[1]
         logits, _ = target.forward(block, cache)
         cache.advance(torch.tensor([size], device=ids.device), [size])
-        difference = logits[0].float() - whole[at - start : at - start + size]
+        best, ids_of_best = whole[at - start : at - start + size].topk(min(_RIVALS, whole.shape[1]))
+        difference = logits[0].float().gather(1, ids_of_best) - best
         worst = max(worst, difference.abs().max().item())
     return worst

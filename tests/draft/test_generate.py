@@ -1,12 +1,10 @@
 """The loop: greedy output is the target's own, whatever is drafted; limits, stops, errors."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from domino_draft import DominoDrafter, Target, generate, greedy_report, stream
+from domino_draft import DominoDrafter, Target, generate, greedy_report, smollm2, stream
 from domino_draft.generate import Stats
 
 from .conftest import FAMILIES, tiny_model
@@ -22,8 +20,8 @@ class Oracle:
     default_drafts = 5
     max_drafts = 8
 
-    def __init__(self, texts, wrong=4, gap=11):
-        self.texts, self.wrong, self.gap = texts, wrong, gap
+    def __init__(self, texts, wrong=4, gap=11, vocab=61):
+        self.texts, self.wrong, self.gap, self.vocab = texts, wrong, gap, vocab
 
     def begin(self, target, batch, max_length):
         self.starts = [len(t) for t in batch.tokens]
@@ -41,11 +39,11 @@ class Oracle:
             drafts = (self.texts[row][done : done + num_drafts] + [0] * num_drafts)[:num_drafts]
             for i in range(num_drafts):
                 if (done + i) % self.wrong == self.wrong - 1:
-                    drafts[i] = (drafts[i] + 1) % 61
+                    drafts[i] = (drafts[i] + 1) % self.vocab
                 if (done + i) % self.gap == self.gap - 1:
                     drafts[i] = -1
             out.append(drafts)
-        return torch.tensor(out)
+        return torch.tensor(out, device=batch.anchors.device)
 
     def select(self, rows):
         self.rows = [self.rows[r] for r in rows]
@@ -63,7 +61,7 @@ def reference(target):
 
 def own_text(model, prompt, count):
     """The model's greedy text by transformers' generate, which must not take ids for padding."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
     )
@@ -78,7 +76,8 @@ def assert_own_text(target, prompts, got, want):
         at = next((i for i, (a, b) in enumerate(zip(g, w)) if a != b), None)
         if at is not None:
             with torch.no_grad():
-                logits = target.model(torch.tensor([prompt + g[:at]])).logits[0, -1]
+                ids = torch.tensor([prompt + g[:at]], device=target.device)
+                logits = target.model(ids).logits[0, -1]
             best = logits.topk(2)
             assert best.values[0] - best.values[1] < 1e-4, (prompt, at, g, w)
             assert {g[at], w[at]} == set(best.indices.tolist())
@@ -286,26 +285,52 @@ def test_greedy_and_sampled_rows_in_one_batch(target, reference):
     assert result.sequences[1] != reference[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_cuda(family, kind, tiny_config):
+    target = Target(tiny_model(family).cuda())
+    texts = [own_text(target.model, prompt, NEW) for prompt in PROMPTS]
+    drafter = drafters(tiny_config, texts)[kind]
+    if isinstance(drafter, DominoDrafter):
+        drafter.cuda()
+    for rows in (4, 1):
+        got = generate(target, drafter, PROMPTS[:rows], max_new_tokens=NEW).sequences
+        assert_own_text(target, PROMPTS, got, texts)
+    settings = dict(max_new_tokens=NEW, temperature=0.7, seed=3)
+    sampled = generate(target, drafter, PROMPTS, **settings).sequences
+    assert sampled == generate(target, drafter, PROMPTS, **settings).sequences
+
+    target = Target(target.model.to(torch.bfloat16))
+    if isinstance(drafter, DominoDrafter):
+        drafter.to(torch.bfloat16)
+    got = generate(target, drafter, PROMPTS, max_new_tokens=NEW).sequences
+    for prompt, output in zip(PROMPTS, got):
+        report = greedy_report(target, prompt, output)
+        print(report)
+        assert report.violations == 0
+
+
 @pytest.mark.slow
-def test_real_model():
-    """SmolLM2-135M in fp32 (DOMINO_TEST_TARGET = its folder): equal to transformers' generate."""
-    folder = os.environ.get("DOMINO_TEST_TARGET")
-    if not folder or not Path(folder).is_dir():
-        pytest.skip("DOMINO_TEST_TARGET names no folder")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_real_model(dtype):
+    """SmolLM2-135M: fp32 equal to transformers' generate, bf16 without a violation.
+
+    DOMINO_TEST_TARGET may name a folder that holds the model; otherwise it is fetched and cached.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    folder = os.environ.get("DOMINO_TEST_TARGET") or smollm2.prepare()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     target = Target(model, AutoTokenizer.from_pretrained(folder))
     texts = ["def fibonacci(n):", "The capital of France is", "Q: 17 + 25 = ?\nA:"]
     prompts = [target.tokenizer(text)["input_ids"] for text in texts]
     want = [own_text(model, prompt, 12) for prompt in prompts]
-    config = json.loads((Path(folder) / "config.json").read_text())
-    assert target.vocab_size == config["vocab_size"]
-    for drafter in (None, Oracle(want, wrong=5)):
-        got = generate(target, drafter, texts, max_new_tokens=12)
-        cut = [w[: len(g)] for g, w in zip(got.sequences, want)]
-        assert_own_text(target, prompts, got.sequences, cut)
-        for prompt, output in zip(prompts, got.sequences):
+    for drafter in (None, Oracle(want, wrong=5, vocab=target.vocab_size)):
+        got = generate(target, drafter, texts, max_new_tokens=12).sequences
+        if dtype == torch.float32:
+            assert_own_text(target, prompts, got, want)
+        for prompt, output in zip(prompts, got):
             report = greedy_report(target, prompt, output)
             print(report)
             assert report.violations == 0
