@@ -1,0 +1,218 @@
+"""The law of what verify_chain emits, with its own noise, over several blocks.
+
+Quick on the CPU; `slow` takes 2e6 runs of everything; on a GPU 1e8, which sees a total variation
+of about 4e-4. Every broken verifier goes through the same test and has to fail.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from domino_kernels import noise, rng, verify_chain
+from domino_kernels.testing.losslessness import (
+    Drafter,
+    Model,
+    chain_verifier,
+    g_test,
+    sample,
+    softmax,
+)
+
+ALARM = 1e-9
+SMALL = Model.random(3, 3, 1)
+FILTERED = Model.random(4, 2, 2, draft_top_k=2)
+MASKED = Model.random(4, 2, 3, masked=1, distance=2.0)
+TAILED = Model(
+    np.float32([[0.0, -1.0, -11.5]] * 4), np.float32([[-1.0, 0.0, -9.0]] * 4), 1
+)  # a token of mass 7e-6
+
+# name: model, dense q, drafter, tokens a sequence, target temperature
+LAWS = {
+    "dense": (SMALL, True, Drafter(3), 4, 1.0),
+    "dense, temperatures": (SMALL, True, Drafter(2, temperature=1.5), 4, 0.6),
+    "dense, ragged": (SMALL, True, Drafter(3, ragged=True), 4, 1.0),
+    "dense, filtered q": (FILTERED, True, Drafter(2), 4, 1.0),
+    "dense, masked target": (MASKED, True, Drafter(2), 4, 0.8),
+    "dense, tail": (TAILED, True, Drafter(2), 3, 1.0),
+    "one-hot, argmax": (SMALL, False, Drafter(3, argmax=True), 4, 1.0),
+    "one-hot, sampled": (SMALL, False, Drafter(2), 4, 0.7),
+    "one-hot, ragged": (MASKED, False, Drafter(3, argmax=True, ragged=True), 4, 1.0),
+    "no drafts": (SMALL, False, Drafter(0), 4, 1.0),
+    "dense, V = 257": (Model.random(257, 1, 4), True, Drafter(2), 2, 1.0),
+}
+AMOUNTS = [
+    pytest.param("cpu", 60_000, id="quick"),
+    pytest.param("cpu", 2_000_000, id="slow", marks=pytest.mark.slow),
+    pytest.param("cuda", 100_000_000, id="gpu", marks=pytest.mark.gpu),
+]
+
+
+def judge(name_or_case, runs, device, verify=None):
+    model, dense, drafter, length, temperature = (
+        LAWS[name_or_case] if isinstance(name_or_case, str) else name_or_case
+    )
+    if model.vocab > 100:
+        runs = min(runs, 10_000_000)
+    verify = verify or chain_verifier(dense=dense)
+    counts = sample(
+        model, verify, drafter, runs=runs, length=length, temperature=temperature, device=device
+    )
+    assert counts.sum() == runs
+    return g_test(counts, model.law(temperature, length))
+
+
+@pytest.mark.parametrize("device, runs", AMOUNTS)
+@pytest.mark.parametrize("name", LAWS)
+def test_law(name, device, runs):
+    result = judge(name, runs, device)
+    print(name, result)
+    assert result.p_value > ALARM, result
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_law_of_rounded_logits(dtype, device):
+    """The target's law is that of the logits as stored."""
+    rounded = lambda a: torch.from_numpy(a).to(dtype).float().numpy()  # noqa: E731
+    model = Model(rounded(SMALL.target), rounded(SMALL.draft), SMALL.order)
+    verify = chain_verifier(dense=True, dtype=dtype)
+    result = judge((model, True, Drafter(2), 4, 1.0), 60_000, device, verify)
+    assert result.p_value > ALARM, result
+
+
+# --- controls: each of these must be caught ---------------------------------------------------
+
+
+def eager_verifier(*, residual=True):
+    """A third party's token rule with torch's own generator; without `residual`, a broken one."""
+
+    def verify(target_logits, draft_tokens, *, temperature, draft_logits, draft_temperature, **_):
+        generator = torch.Generator(target_logits.device).manual_seed(len(target_logits))
+        p = (target_logits / temperature[:, None, None]).softmax(-1)
+        q = (draft_logits / draft_temperature[:, None, None]).softmax(-1)
+        drafts = draft_tokens.shape[1]
+        ratio = (p[:, :drafts] / q).gather(-1, draft_tokens[..., None])[..., 0]
+        u = torch.rand(ratio.shape, generator=generator, device=ratio.device)
+        accepted = (u < ratio).int().cumprod(-1).sum(-1)
+        rest = torch.cat([(p[:, :drafts] - q).clamp_min(0), p[:, drafts:]], 1)
+        law = (rest if residual else p)[torch.arange(len(p), device=p.device), accepted]
+        last = torch.multinomial(law, 1, generator=generator)
+        tokens = torch.cat([draft_tokens, last], 1).scatter(1, accepted[:, None], last)
+        return tokens, accepted + 1
+
+    return verify
+
+
+def test_the_harness_takes_a_third_party_verifier(device):
+    result = judge((SMALL, True, Drafter(3), 4, 1.0), 60_000, device, eager_verifier())
+    assert result.p_value > ALARM, result
+
+
+BROKEN = {
+    "soft q with argmax drafts": ((SMALL, True, Drafter(3, argmax=True), 4, 1.0), None),
+    "q off by a temperature": ((SMALL, True, Drafter(3, told_temperature=0.6), 4, 1.0), None),
+    "no residual update": ((SMALL, True, Drafter(3), 4, 1.0), eager_verifier(residual=False)),
+    "draft noise shared with the replacement": (
+        (SMALL, True, Drafter(3, purpose=rng.RESIDUAL_DRAW), 4, 1.0),
+        None,
+    ),
+    "draft noise shared with the coin": (
+        (SMALL, True, Drafter(3, purpose=rng.VERIFY_COIN), 4, 1.0),
+        None,
+    ),
+    "noise used again in the next block": (
+        (SMALL, True, Drafter(2, fixed_start=True), 4, 1.0),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_verifiers_are_caught(name, device):
+    case, verify = BROKEN[name]
+    result = judge(case, 60_000, device, verify)
+    print(name, result)
+    assert result.p_value < ALARM, result
+
+
+def test_one_block_cannot_see_noise_that_is_used_twice(device):
+    """Why sequences are longer than a block: in the first block nothing has been used before."""
+    result = judge((SMALL, True, Drafter(2, fixed_start=True), 1, 1.0), 60_000, device)
+    assert result.p_value > ALARM, result
+
+
+# --- acceptance and large vocabularies ------------------------------------------------------------
+
+
+def first_slot(vocab, runs, device, *, temperature, draft_temperature=None):
+    """One draft of one fixed pair of laws, `runs` requests: arguments, p and q."""
+    generator = torch.Generator().manual_seed(vocab)
+    target = torch.randn(vocab, generator=generator) * 2
+    draft = target + torch.randn(vocab, generator=generator)
+    p = softmax(target.numpy(), temperature)
+    q = softmax(draft.numpy(), draft_temperature or 1.0)
+    seed = torch.arange(runs, device=device)
+    arguments = dict(
+        target_logits=target.to(device).expand(runs, 2, vocab),
+        rule="token",
+        temperature=torch.full((runs,), temperature, device=device),
+        seed=seed,
+        block_start=torch.full_like(seed, 7),
+    )
+    return arguments, draft.to(device), p, q
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["dense", "one-hot"])
+def test_acceptance_rate(one_hot, device):
+    """sum min(p, q) of the drafts is kept, or p(x): within 4 standard errors (vllm#40149)."""
+    runs = 40_000
+    arguments, draft, p, q = first_slot(50, runs, device, temperature=0.8)
+    if one_hot:
+        tokens = torch.full((runs,), int(p.argmax()), device=device)
+        expected = p.max()
+    else:
+        law = torch.tensor(q, device=device)
+        zeros = torch.full_like(arguments["seed"], 7)
+        race = noise(arguments["seed"], zeros, 0, rng.DRAFT_TOKEN, 50, kind="exponential")
+        tokens = (race / law).argmin(-1)
+        ones = torch.ones(runs, device=device)
+        arguments |= dict(draft_logits=draft.expand(runs, 1, 50), draft_temperature=ones)
+        expected = np.minimum(p, q).sum()
+    accepted = verify_chain(draft_tokens=tokens[:, None], **arguments).num_accepted
+    rate = accepted.double().mean().item()
+    assert abs(rate - expected) < 4 * (expected * (1 - expected) / runs) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "device, vocab, runs",
+    [
+        pytest.param("cpu", 20_011, 3_000, id="quick"),
+        pytest.param("cpu", 151_936, 20_000, id="slow", marks=pytest.mark.slow),
+        pytest.param("cuda", 151_936, 1_000_000, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_draws_from_a_large_vocabulary(device, vocab, runs):
+    """Tokens pooled by rank of mass: heads, tails and the split of the vocabulary all count."""
+    arguments, _, p, _ = first_slot(vocab, runs, device, temperature=1.0)
+    arguments["target_logits"] = arguments["target_logits"][:, :1]
+    none = torch.empty(runs, 0, dtype=torch.int64, device=device)
+    drawn = verify_chain(draft_tokens=none, **arguments).tokens[:, 0].cpu().numpy()
+    for key in (np.argsort(np.argsort(-p)), np.arange(vocab)):  # by mass, and by id
+        pool = key * 64 // vocab
+        law = np.bincount(pool, weights=p, minlength=64)
+        result = g_test(np.bincount(pool[drawn], minlength=64), law / law.sum())
+        assert result.p_value > ALARM, result
+
+
+def test_g_test_itself():
+    """p-values of true laws are uniform, rare cells are pooled, and impossible counts are fatal."""
+    generator = np.random.default_rng(0)
+    law = softmax(generator.normal(size=400) * 3, 1.0)
+    p_values = [g_test(generator.multinomial(5000, law), law).p_value for _ in range(400)]
+    assert (
+        0.4 < np.mean(p_values) < 0.6
+        and min(p_values) > 1e-5
+        and np.mean(np.array(p_values) < 0.1) < 0.2
+    )
+    assert g_test([5, 5, 1], [0.5, 0.5, 0.0]).p_value == 0.0
+    assert g_test([60, 40], [0.5, 0.5]).p_value == pytest.approx(0.0452, abs=1e-3)
+    assert g_test([8, 2], [0.5, 0.5]).p_value == 1.0  # too few runs to say anything
