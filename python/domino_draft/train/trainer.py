@@ -225,6 +225,8 @@ class Trainer:
             # untouched.
             for layer in self.drafter.layers:
                 layer.forward = torch.compile(layer.forward, dynamic=False)
+            # Moves the angles to the device now: a change under the compiler means a second graph.
+            self.drafter.rope(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
             self.drafter.context_kv = torch.compile(self.drafter.context_kv, dynamic=False)
         self.meter = Meter(shape, self.device)
         self.steps_done, self.seconds = 0, 0.0
