@@ -4,7 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 
-SUITES = {"head": "bench.ops.head", "train": "bench.ops.train"}
+SUITES = {
+    "head": "bench.ops.head",
+    "verify": "bench.ops.verify",
+    "train": "bench.ops.train",
+}
 
 
 @dataclass(frozen=True)

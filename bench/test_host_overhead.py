@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import domino_kernels
+from domino_kernels import HeadWeights
 
 LIMIT_US = 15.0
 
@@ -28,6 +29,31 @@ def measure(benchmark, call):
         torch.cuda.synchronize()
     fastest = benchmark.stats.stats.min * 1e6
     assert fastest <= LIMIT_US, f"{fastest:.1f} us a call, limit {LIMIT_US}"
+
+
+def test_draft_chain(benchmark, device):
+    """One draft from a head of width 8: the checks of eight tensors and a call of 25 keywords."""
+    make = lambda *size: torch.ones(size, device=device)  # noqa: E731
+    weights = HeadWeights(make(24, 8), make(24, 8), make(8, 16), make(2, 8), make(2, 8))
+    base, hidden = make(1, 1, 2), make(1, 1, 8)
+    anchor = torch.zeros(1, dtype=torch.int64, device=device)
+    out, scores = torch.zeros(1, 1, dtype=torch.int64, device=device), make(1, 1)
+    workspace = domino_kernels.draft_chain_workspace(1, 1, weights)
+    rest = dict(out=out, scores=scores, workspace=workspace)
+    call = domino_kernels.draft_chain_out
+    measure(benchmark, lambda: call(base, hidden, anchor, weights, **rest))
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token"])
+def test_verify_chain(benchmark, device, rule):
+    logits = torch.zeros(1, 2, 2, device=device)
+    drafts = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    out = domino_kernels.verify_chain(logits, drafts)
+    rest = dict(out=out, workspace=domino_kernels.verify_chain_workspace(1, 1, device=device))
+    if rule == "token":
+        rest |= dict(rule="token", temperature=torch.ones(1, device=device))
+        rest |= dict(seed=drafts[0], block_start=drafts[0])
+    measure(benchmark, lambda: domino_kernels.verify_chain(logits, drafts, **rest))
 
 
 def test_gru_step(benchmark, device):
