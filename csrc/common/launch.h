@@ -20,6 +20,34 @@ inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(s
 // Status of the launch just made. It also clears the error, so that it is not reported twice.
 inline int launched() { return static_cast<int>(cudaGetLastError()); }
 
+// Launches kernel(args...). With `overlap` (sm_90 and later) its blocks may start before the launch
+// in front of it on the stream has ended, as far as previous_launch_done(): what another launch
+// writes may only be touched behind that call.
+template <class... Params, class... Args>
+void launch_kernel(bool overlap, dim3 grid, int threads, cudaStream_t stream,
+                   void (*kernel)(Params...), const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, args...);  // launched() reports an error
+}
+
+// Returns when the launches in front have ended and what they wrote is visible; from then on the
+// next one may start. So at most two launches are in flight, and one that has ended has seen all
+// before it end.
+__device__ __forceinline__ void previous_launch_done() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <class T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;

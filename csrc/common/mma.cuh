@@ -33,12 +33,13 @@ __device__ __forceinline__ void mma_16x8x16<f16>(float (&d)[4], uint32_t a0, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 16 bytes of global memory that no kernel in flight writes and this SM does not read again soon.
+// 16 bytes of global memory that this SM does not read again soon. Neither .nc nor without
+// volatile: the compiler would move the load behind previous_launch_done().
 __device__ __forceinline__ uint4 load_stream(const void* pointer) {
   uint4 value;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(pointer));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(pointer));
   return value;
 }
 

@@ -65,8 +65,8 @@ struct RowTile<T, true> {
   static __device__ __forceinline__ Column column(const Columns& columns, int tile, int k0,
                                                   int length) {
     const int k = k0 + lane_id() % 4 * 8;
-    if (k >= length) return uint4{0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(columns.at(tile, lane_id() / 4, k));
+    const T* at = columns.at(tile, lane_id() / 4, k);
+    return k < length ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
   }
 
   static __device__ __forceinline__ void add(float (&sums)[4], const Row& low, const Row& high,
@@ -87,7 +87,7 @@ struct RowTile<T, false> {
   };
 
   static __device__ __forceinline__ Row row(const T* row, int k0, int length) {
-    return {row + k0, min(kChunk, length - k0)};
+    return {row + k0, max(0, min(kChunk, length - k0))};
   }
 
   template <class Columns>
@@ -99,7 +99,7 @@ struct RowTile<T, false> {
   static __device__ __forceinline__ void add(float (&sums)[4], const Row& low, const Row& high,
                                              const Column& x) {
     for (int k = 0; k < low.count; ++k) {
-      const float row[2] = {to_float(low.at[k]), to_float(high.at[k])};
+      const float row[2] = {to_float(low.at[k]), k < high.count ? to_float(high.at[k]) : 0.0f};
       const float value[2] = {to_float(x.at[0][k]), to_float(x.at[1][k])};
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] = fmaf(row[i / 2], value[i % 2], sums[i]);
@@ -108,26 +108,35 @@ struct RowTile<T, false> {
 };
 
 // Adds the chunks first, first + step, .. of rows `low` and `high` (this lane's two) times kTiles
-// tiles of columns. kAhead chunks of the rows are in flight at a time.
-template <class Tile, int kTiles, int kAhead, class T, class Columns>
+// tiles of columns. kAhead chunks of the rows are in flight at a time; ready() is called once,
+// after the first loads of rows and before the first of columns.
+template <class Tile, int kTiles, int kAhead, class T, class Columns, class Ready>
 __device__ __forceinline__ void accumulate(float (&sums)[kTiles][4], const T* low, const T* high,
-                                           int length, const Columns& columns, int first,
-                                           int step) {
-  for (int chunk = first; chunk * kChunk < length; chunk += kAhead * step) {
-    typename Tile::Row lows[kAhead], highs[kAhead];
+                                           int length, const Columns& columns, int first, int step,
+                                           Ready ready) {
+  typename Tile::Row lows[kAhead], highs[kAhead];
+  const auto load_rows = [&](int chunk) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int k0 = (chunk + i * step) * kChunk;
       lows[i] = Tile::row(low, k0, length);
       highs[i] = Tile::row(high, k0, length);
     }
+  };
+  const auto add = [&](int chunk) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int k0 = (chunk + i * step) * kChunk;
+    for (int i = 0; i < kAhead; ++i)
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
-        Tile::add(sums[tile], lows[i], highs[i], Tile::column(columns, tile, k0, length));
-    }
+        Tile::add(sums[tile], lows[i], highs[i],
+                  Tile::column(columns, tile, (chunk + i * step) * kChunk, length));
+  };
+  load_rows(first);
+  ready();
+  add(first);
+  for (int chunk = first + kAhead * step; chunk * kChunk < length; chunk += kAhead * step) {
+    load_rows(chunk);
+    add(chunk);
   }
 }
 

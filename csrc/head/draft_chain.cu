@@ -8,6 +8,11 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
+struct Device {
+  int processors = 0;
+  int major = 0;  // compute capability
+};
+
 bool fits_mma(const DraftChainParams& p) {
   const auto rows = [](const void* pointer, int64_t length) {
     return is_aligned(pointer, 16) && length % 8 == 0;
@@ -19,15 +24,16 @@ bool fits_mma(const DraftChainParams& p) {
 
 // kWide: more than 8 batch rows, so that the weights are read once for several tiles of them.
 template <class T, class Base, bool kMma, bool kWide>
-int launch(const DraftChainArgs& p, int processors, cudaStream_t stream) {
+int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
   constexpr int kTiles = kWide ? 2 : 1, kScoreTiles = kWide ? 4 : 1;
   const int64_t corrected = p.corrected();
   const auto tiles = [](int64_t columns, int count) -> unsigned {
     return ceil_div<int64_t>(columns, count * kTileColumns);
   };
   const unsigned rank_blocks = ceil_div<int64_t>(p.rank, kTileRows);
-  const unsigned vocab_blocks = std::min<int64_t>(
-      ceil_div<int64_t>(p.vocab, kTileRows * kChainWarps), 4 * static_cast<int64_t>(processors));
+  const unsigned vocab_blocks =
+      std::min<int64_t>(ceil_div<int64_t>(p.vocab, kTileRows * kChainWarps),
+                        2 * static_cast<int64_t>(device.processors));
   const dim3 hidden_grid(rank_blocks, tiles(p.batch * corrected, kTiles));
   const dim3 state_grid(ceil_div<int64_t>(p.units, 8), tiles(p.batch, kTiles));
   const dim3 low_rank_grid(rank_blocks, tiles(p.batch, kTiles));
@@ -37,37 +43,44 @@ int launch(const DraftChainArgs& p, int processors, cudaStream_t stream) {
   const int64_t ids = p.batch * p.drafts;
   const cudaError_t cleared = cudaMemsetAsync(p.keys, 0, ids * sizeof(*p.keys), stream);
   if (cleared != cudaSuccess) return cleared;
+  const auto run = [&](bool overlap, dim3 grid, auto kernel, auto... arguments) {
+    launch_kernel(overlap, grid, kChainThreads, stream, kernel, p, arguments...);
+  };
   if (const int prefix = static_cast<int>(std::min(p.prefix, p.drafts))) {
     const dim3 grid(std::min(vocab_blocks, 64u), std::min(p.batch * prefix, kMaxGridY));
-    chain_base<Base><<<grid, kChainThreads, 0, stream>>>(p, prefix);
+    run(false, grid, chain_base<Base>, prefix);
   }
+  const bool overlap = device.major >= 9;
   if (corrected > 0) {
-    chain_hidden<T, kMma, kTiles><<<hidden_grid, kChainThreads, 0, stream>>>(p);
+    run(false, hidden_grid, chain_hidden<T, kMma, kTiles>);
     for (int j = 0; j < p.drafts; ++j) {
-      chain_state<T, kMma, kTiles><<<state_grid, kChainThreads, 0, stream>>>(p, j);
+      run(overlap, state_grid, chain_state<T, kMma, kTiles>, j);
       if (j < p.prefix) continue;
-      chain_low_rank<T, kMma, kTiles><<<low_rank_grid, kChainThreads, 0, stream>>>(p, j);
-      chain_score<T, Base, kMma, kScoreTiles><<<score_grid, kChainThreads, 0, stream>>>(p, j);
+      run(overlap, low_rank_grid, chain_low_rank<T, kMma, kTiles>, j);
+      run(overlap, score_grid, chain_score<T, Base, kMma, kScoreTiles>, j);
     }
   }
-  chain_finish<<<ceil_div<int64_t>(ids, kChainThreads), kChainThreads, 0, stream>>>(p);
+  run(overlap, ceil_div<int64_t>(ids, kChainThreads), chain_finish);
   return launched();
 }
 
 template <class T, class Base>
 int launch(const DraftChainParams& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  int index = 0;
+  Device device;
+  cudaError_t error = cudaGetDevice(&index);
   if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, index);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, index);
   if (error != cudaSuccess) return error;
   const DraftChainArgs args(p);
   if constexpr (!std::is_same_v<T, float>) {
     if (fits_mma(p) && p.batch > kTileColumns)
-      return launch<T, Base, true, true>(args, processors, stream);
-    if (fits_mma(p)) return launch<T, Base, true, false>(args, processors, stream);
+      return launch<T, Base, true, true>(args, device, stream);
+    if (fits_mma(p)) return launch<T, Base, true, false>(args, device, stream);
   }
-  return launch<T, Base, false, false>(args, processors, stream);
+  return launch<T, Base, false, false>(args, device, stream);
 }
 
 }  // namespace

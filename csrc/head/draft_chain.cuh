@@ -8,9 +8,10 @@
 //   chain_score       argmax of base + W2 u               a draft block: a part of the vocabulary
 //   chain_finish      ids and scores from the keys        once
 //
-// Winners meet in atomicMax on argmax keys, whose result does not depend on the order. A launch
-// reads every weight once for 8 batch rows (kTiles = 1), 16 (state) or 32 (score). Bytes a draft:
-// W2
+// A launch overlaps the one before it (launch_kernel): it loads its first weights, then waits, then
+// reads what the chain has written. Winners meet in atomicMax on argmax keys, whose result does not
+// depend on the order. A launch reads every weight once for 8 batch rows (kTiles = 1), 16 (state)
+// or 32 (score). Bytes a draft: W2
 // + W_ih + W_hh + W1s + the base rows; the score is bound by that stream, the two small launches at
 // small sizes by latency.
 #pragma once
@@ -81,16 +82,16 @@ __device__ __forceinline__ void publish(const unsigned long long (&best)[kChainW
 }
 
 // Blocks share the rows of W (16 each), warps the k; store(tile, row, column, sum) gets each sum.
-template <class T, bool kMma, int kTiles, class Columns, class Store>
+template <class T, bool kMma, int kTiles, class Columns, class Ready, class Store>
 __device__ __forceinline__ void project(const T* w, int64_t stride, int64_t rows, int length,
-                                        const Columns& columns, Store store) {
+                                        const Columns& columns, Ready ready, Store store) {
   __shared__ SplitSums<kChainWarps, kTiles> split;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileRows;
   const int64_t low = min(first + lane_id() / 4, rows - 1);  // rows past the end repeat the last
   const int64_t high = min(first + lane_id() / 4 + 8, rows - 1);
   float sums[kTiles][4] = {};
   accumulate<RowTile<T, kMma>, kTiles, 4>(sums, w + low * stride, w + high * stride, length,
-                                          columns, warp_id(), kChainWarps);
+                                          columns, warp_id(), kChainWarps, ready);
   split.store(sums);
   __syncthreads();
   for (int i = threadIdx.x; i < kTiles * kTileRows * kTileColumns; i += kChainThreads) {
@@ -114,11 +115,12 @@ __global__ void __launch_bounds__(kChainThreads, 2)
   }
   __syncthreads();
   const GatheredColumns<T> columns{static_cast<const T*>(p.hidden), offset};
-  project<T, kMma, kTiles>(static_cast<const T*>(p.w1), p.inputs + p.units, p.rank, p.inputs,
-                           columns, [&](int tile, int64_t row, int column, float sum) {
-                             const int64_t n = first + tile * kTileColumns + column;
-                             if (n < slots) p.from_hidden[n * p.rank + row] = sum;
-                           });
+  const auto store = [&](int tile, int64_t row, int column, float sum) {
+    const int64_t n = first + tile * kTileColumns + column;
+    if (n < slots) p.from_hidden[n * p.rank + row] = sum;
+  };
+  project<T, kMma, kTiles>(
+      static_cast<const T*>(p.w1), p.inputs + p.units, p.rank, p.inputs, columns, [] {}, store);
 }
 
 // u = SiLU(from_hidden + W1s S_j), rounded. Grid: x = W1's rows / 16, y = batch / (8 tiles)
@@ -127,47 +129,53 @@ __global__ void __launch_bounds__(kChainThreads, 2)
     chain_low_rank(const __grid_constant__ DraftChainArgs p, int j) {
   const int64_t first_tile = static_cast<int64_t>(blockIdx.y) * kTiles;
   const BlockedColumns<T> out = p.low_rank<T>(first_tile);
-  project<T, kMma, kTiles>(
-      static_cast<const T*>(p.w1) + p.inputs, p.inputs + p.units, p.rank, p.units,
-      p.state<T>(j, first_tile), [&](int tile, int64_t row, int column, float sum) {
-        const int64_t b = (first_tile + tile) * kTileColumns + column;
-        if (b >= p.batch) return;
-        const int64_t n = b * p.corrected() + j - p.prefix;
-        *out.at(tile, column, row) = from_float<T>(silu(p.from_hidden[n * p.rank + row] + sum));
-      });
+  const auto store = [&](int tile, int64_t row, int column, float sum) {
+    const int64_t b = (first_tile + tile) * kTileColumns + column;
+    if (b >= p.batch) return;
+    const int64_t n = b * p.corrected() + j - p.prefix;
+    *out.at(tile, column, row) = from_float<T>(silu(p.from_hidden[n * p.rank + row] + sum));
+  };
+  project<T, kMma, kTiles>(static_cast<const T*>(p.w1) + p.inputs, p.inputs + p.units, p.rank,
+                           p.units, p.state<T>(j, first_tile), previous_launch_done, store);
 }
+
+// The columns that a GRU step multiplies: all chunks of x, then those of the state.
+template <class T>
+struct InputThenState {
+  GatheredColumns<T> x;
+  BlockedColumns<T> state;
+  int x_chunks;
+  __device__ const T* at(int tile, int column, int k) const {
+    const T* of_x = x.at(tile, column, k);
+    const T* of_state = state.at(tile, column, k - x_chunks * kChunk);
+    return k < x_chunks * kChunk ? of_x : of_state;
+  }
+};
 
 // S_j = GRU(E[y_j], S_{j-1}), rounded; S_{-1} = 0. Grid: x = units / 8, y = batch / (8 tiles)
 //
 // One tile holds r (rows 0-7) and z (rows 8-15) of the block's 8 units, which sum the products with
-// x and with the state; two tiles, one for each product, hold n in rows 0-7 (8-15 repeat them). The
-// chunks of x and then those of the state are one sequence that the warps share.
+// x and with the state; two tiles, one for each product, hold n in rows 0-7.
 template <class T, bool kMma, int kTiles>
 __global__ void __launch_bounds__(kChainThreads, 2)
     chain_state(const __grid_constant__ DraftChainArgs p, int j) {
   using Tile = RowTile<T, kMma>;
-  constexpr int kAhead = 2, kUnits = 8;
+  constexpr int kAhead = kTiles > 1 ? 2 : 4, kUnits = 8;
   __shared__ int64_t offset[kTiles * kTileColumns];
   __shared__ SplitSums<kChainWarps, kTiles> split_rz, split_nx, split_ns;
   const int64_t first_tile = static_cast<int64_t>(blockIdx.y) * kTiles;
-  if (threadIdx.x < kTiles * kTileColumns) {
-    const int64_t b = min(first_tile * kTileColumns + threadIdx.x, p.batch - 1);
-    offset[threadIdx.x] = p.token(b, j) * p.inputs;
-  }
-  __syncthreads();
-
   const int64_t first_unit = static_cast<int64_t>(blockIdx.x) * kUnits;
   const int64_t unit = min(first_unit + lane_id() / 4, p.units - 1);
   const T* w_x = static_cast<const T*>(p.w_ih) + unit * p.inputs;
   const T* w_s = static_cast<const T*>(p.w_hh) + unit * p.units;
-  const GatheredColumns<T> x{static_cast<const T*>(p.embedding), offset};
   const BlockedColumns<T> before = p.state<T>(j + 1, first_tile);  // S_{j-1}
-  const int x_chunks = ceil_div<int>(p.inputs, kChunk);
-  const int chunks = x_chunks + (j > 0 ? ceil_div<int>(p.units, kChunk) : 0);
+  const int x_chunks = ceil_div<int>(p.inputs, kChunk), s_length = j > 0 ? p.units : 0;
+  const int chunks = x_chunks + ceil_div(s_length, kChunk);
+  const InputThenState<T> columns{{static_cast<const T*>(p.embedding), offset}, before, x_chunks};
 
   float rz[kTiles][4] = {}, nx[kTiles][4] = {}, ns[kTiles][4] = {};
-  for (int first = warp_id(); first < chunks; first += kAhead * kChainWarps) {
-    typename Tile::Row row_r[kAhead], row_z[kAhead], row_n[kAhead];
+  typename Tile::Row row_r[kAhead], row_z[kAhead], row_n[kAhead];
+  const auto load_rows = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int chunk = first + i * kChainWarps;
@@ -175,28 +183,50 @@ __global__ void __launch_bounds__(kChainThreads, 2)
       const T* w = of_x ? w_x : w_s;
       const int64_t gate = p.units * (of_x ? p.inputs : p.units);
       const int k0 = (of_x ? chunk : chunk - x_chunks) * kChunk;
-      const int length = chunk < chunks ? (of_x ? p.inputs : p.units) : 0;
+      const int length = of_x ? p.inputs : s_length;
       row_r[i] = Tile::row(w, k0, length);
       row_z[i] = Tile::row(w + gate, k0, length);
       row_n[i] = Tile::row(w + 2 * gate, k0, length);
     }
+  };
+  const auto add = [&](int first) {
+    typename Tile::Column values[kAhead][kTiles];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int chunk = first + i * kChainWarps;
-      if (chunk >= chunks) break;
+      const int length = chunk < x_chunks ? p.inputs : x_chunks * kChunk + s_length;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        values[i][tile] = Tile::column(columns, tile, chunk * kChunk, length);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      auto row_nx = row_n[i], row_ns = row_n[i];
+      if (first + i * kChainWarps < x_chunks) {
+        row_ns = {};
+      } else {
+        row_nx = {};
+      }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        if (chunk < x_chunks) {
-          const auto column = Tile::column(x, tile, chunk * kChunk, p.inputs);
-          Tile::add(rz[tile], row_r[i], row_z[i], column);
-          Tile::add(nx[tile], row_n[i], row_n[i], column);
-        } else {
-          const auto column = Tile::column(before, tile, (chunk - x_chunks) * kChunk, p.units);
-          Tile::add(rz[tile], row_r[i], row_z[i], column);
-          Tile::add(ns[tile], row_n[i], row_n[i], column);
-        }
+        Tile::add(rz[tile], row_r[i], row_z[i], values[i][tile]);
+        Tile::add(nx[tile], row_nx, {}, values[i][tile]);
+        Tile::add(ns[tile], row_ns, {}, values[i][tile]);
       }
     }
+  };
+  load_rows(warp_id());
+  previous_launch_done();
+  if (threadIdx.x < kTiles * kTileColumns) {
+    const int64_t b = min(first_tile * kTileColumns + threadIdx.x, p.batch - 1);
+    offset[threadIdx.x] = p.token(b, j) * p.inputs;
+  }
+  __syncthreads();
+  add(warp_id());
+  for (int first = warp_id() + kAhead * kChainWarps; first < chunks;
+       first += kAhead * kChainWarps) {
+    load_rows(first);
+    add(first);
   }
   split_rz.store(rz);
   split_nx.store(nx);
@@ -229,6 +259,11 @@ __global__ void __launch_bounds__(kChainThreads, 2)
   const int g = lane_id() / 4, t = lane_id() % 4;
   const T* w2 = static_cast<const T*>(p.w2);
 
+  bool waiting = true;
+  const auto ready = [&] {
+    if (waiting) previous_launch_done();
+    waiting = false;
+  };
   unsigned long long best[kTiles][2] = {};
   const int vocab = static_cast<int>(p.vocab), step = gridDim.x * kChainWarps * kTileRows;
   for (int64_t v0 = (blockIdx.x * kChainWarps + warp_id()) * kTileRows; v0 < vocab; v0 += step) {
@@ -244,7 +279,7 @@ __global__ void __launch_bounds__(kChainThreads, 2)
       }
     accumulate<RowTile<T, kMma>, kTiles, kAhead>(sums, w2 + min(v[0], vocab - 1) * p.rank,
                                                  w2 + min(v[1], vocab - 1) * p.rank, p.rank,
-                                                 columns, 0, 1);
+                                                 columns, 0, 1, ready);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
@@ -254,6 +289,7 @@ __global__ void __launch_bounds__(kChainThreads, 2)
           best[tile][i % 2] = max(best[tile][i % 2], key);
         }
   }
+  ready();  // a warp without rows
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
@@ -288,6 +324,7 @@ __global__ void __launch_bounds__(kChainThreads)
 }
 
 __global__ void chain_finish(const __grid_constant__ DraftChainArgs p) {
+  previous_launch_done();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= p.batch * p.drafts) return;
   p.tokens[i] = key_id(p.keys[i]);
