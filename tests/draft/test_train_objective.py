@@ -18,6 +18,7 @@ from domino_draft.train.objective import (
 )
 
 from domino_kernels.ops.train import DualCE
+from domino_kernels.reference import head as reference
 
 CPU = torch.device("cpu")
 
@@ -54,9 +55,10 @@ def inputs_of(config, batch, seed=1):
     return features, embedding, lm_head
 
 
-@pytest.fixture(params=[True, False], ids=["shift", "no-shift"])
+@pytest.fixture(params=[(True, 1), (False, 1), (True, 2)], ids=["shift", "no-shift", "prefix-2"])
 def config(request, tiny_config):
-    return tiny_config(shift_label=request.param)
+    shift, prefix = request.param
+    return tiny_config(shift_label=shift, pure_draft_prefix_len=prefix)
 
 
 def leaks(drafter, batch, features, embedding):
@@ -183,22 +185,20 @@ def test_flex_tiles_are_the_tiles_of_the_dense_mask():
 
 
 def rollout(drafter, features, token, anchor, embedding, lm_head):
-    """Inference, one token at a time: the greedy ids of the block after `anchor`."""
+    """Inference: one backbone forward over the block of `anchor`, then the reference chain."""
     config, head = drafter.config, drafter.head
     masks = embedding[config.mask_token_id].expand(config.block_size - 1, -1)
     embeds = torch.cat((embedding[token][None], masks))[None]
     context = drafter.context_kv(features[:, :anchor], torch.arange(anchor)[None])
     positions = torch.arange(anchor, anchor + config.block_size)[None]
-    hidden = drafter(embeds, positions, context)[0]
-    ids = []
-    _, state = drafter.prefix_gru(embedding[token][None, None])
-    for slot in range(0 if config.shift_label else 1, config.block_size):
-        logits = lm_head @ hidden[slot]
-        if slot >= head.first_slot:
-            logits = logits + head.w2 @ head.low_rank(hidden[slot], state[0, 0])
-        ids.append(logits.argmax())
-        _, state = drafter.prefix_gru(embedding[ids[-1]][None, None], state)
-    return torch.stack(ids)
+    hidden = drafter(embeds, positions, context)
+    gru, w1 = drafter.prefix_gru, drafter.embed_proj[0].weight
+    weights = (gru.weight_ih_l0, gru.weight_hh_l0, w1, head.w2, embedding)
+    chain = reference.draft_chain(
+        hidden @ lm_head.t(), hidden, token[None], weights, num_drafts=config.max_drafts,
+        shift_label=config.shift_label, prefix=config.pure_draft_prefix_len,
+    )  # fmt: skip
+    return torch.from_numpy(chain.tokens[0])
 
 
 @torch.no_grad()
