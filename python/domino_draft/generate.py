@@ -172,7 +172,7 @@ class _Loop:
         self.session = drafter.begin(target, self.batch, room) if drafter else None
         self.layers = tuple(drafter.feature_layers) if drafter else ()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self) -> Iterator[Chunk]:
         start = time.perf_counter()
         yield from self._emit(*self._prefill(), cycle=False)

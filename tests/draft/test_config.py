@@ -221,3 +221,12 @@ def test_import_is_lazy():
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_exported_name_resolves():
+    import domino_draft
+
+    for name in domino_draft._EXPORTS:
+        assert getattr(domino_draft, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = domino_draft.nothing
