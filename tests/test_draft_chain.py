@@ -191,7 +191,8 @@ def test_rollout_is_the_teacher_forced_scan(shift_label, prefix, device, generat
     gru = torch.nn.GRU(72, 40, bias=False, batch_first=True, device=device)
     gru.load_state_dict({"weight_ih_l0": weights.w_ih, "weight_hh_l0": weights.w_hh})
     slots = slice(0, 15) if shift_label else slice(1, 16)
-    with torch.no_grad():
+    # cuDNN would run the GRU in TF32
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
         seen = torch.cat([anchor[:, None], tokens[:, :-1]], 1)
         states = gru(weights.embedding[seen])[0]
         mixed = torch.cat([hidden[:, slots], states], -1) @ weights.w1.T
@@ -362,7 +363,7 @@ def test_model_shapes(sizes, batch, base_dtype, generator):
     tokens, scores = draft_chain(*inputs, return_scores=True)
     near_ties = assert_chain(tokens, scores, inputs)
     print(f"{near_ties} near-ties of {tokens.numel()}")
-    assert near_ties <= 0.2 * tokens.numel()
+    assert near_ties <= max(2, 0.05 * tokens.numel())
     for _ in range(3):
         again = draft_chain(*inputs, return_scores=True)
         assert torch.equal(again[0], tokens) and torch.equal(again[1], scores)
