@@ -6,6 +6,7 @@ first use.
 
 from importlib import import_module
 
+# No name here may be a submodule's: importing that module would put it in the name's place.
 _EXPORTS = {
     "DominoConfig": "config",
     "DFlashBackbone": "backbone",
@@ -17,10 +18,10 @@ _EXPORTS = {
     "Batch": "drafter",
     "Drafter": "drafter",
     "DraftSession": "drafter",
-    "GenerateResult": "generate",
-    "Stats": "generate",
-    "generate": "generate",
-    "stream": "generate",
+    "GenerateResult": "decode",
+    "Stats": "decode",
+    "generate": "decode",
+    "stream": "decode",
     "NgramDrafter": "ngram",
     "GreedyReport": "losslessness",
     "greedy_report": "losslessness",

@@ -91,7 +91,7 @@ def generate(
     """Answer PROMPT, the lines of --file, or the standard input; text is streamed."""
     prompts = _read_prompts(prompt, file)
 
-    from .generate import Stats, stream
+    from .decode import Stats, stream
     from .loading import TextStream, load_drafter, load_target
 
     model = load_target(target, *_machine(**machine))

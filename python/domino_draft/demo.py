@@ -99,7 +99,7 @@ def run(
 
 
 def _compare(console, target, tool, title, text, max_new_tokens, num_drafts) -> Row:
-    from .generate import Stats, stream
+    from .decode import Stats, stream
     from .loading import TextStream
     from .losslessness import greedy_report
     from .smollm2 import chat_prompt

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from .generate import Drafter
+    from .decode import Drafter
     from .target import Target
 
 MAX_PERIOD = 32
@@ -178,7 +178,7 @@ def complete_turns(
     target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int, batch_size: int
 ) -> list[Prompt]:
     """The prompts with second turns filled in after the target's own greedy first answers."""
-    from .generate import generate
+    from .decode import generate
 
     needed = {p.after for p in prompts} - {None}
     first = {p.id: p for p in prompts if p.id in needed}
@@ -301,7 +301,7 @@ def evaluate(
 
 def _decode_all(target, drafters, prompts, max_new_tokens, batch_size, num_drafts, progress):
     """runs[arm][prompt id], and speed[set][arm] = [tokens, seconds]."""
-    from .generate import generate
+    from .decode import generate
 
     arms = {TARGET: None} | dict(drafters)
     runs: dict[str, dict[str, Run]] = {name: {} for name in arms}

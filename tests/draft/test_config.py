@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pkgutil
 import subprocess
 import sys
 
@@ -226,6 +227,8 @@ def test_import_is_lazy():
 def test_every_exported_name_resolves():
     import domino_draft
 
+    modules = {module.name for module in pkgutil.iter_modules(domino_draft.__path__)}
+    assert not modules & set(domino_draft._EXPORTS)  # a module would take the name's place
     for name in domino_draft._EXPORTS:
         assert getattr(domino_draft, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -181,7 +181,7 @@ def test_the_report_equals_an_offline_walk(target, prompts, batch_size):
 
 
 def test_a_changed_token_is_a_violation(target, prompts, monkeypatch):
-    loop = importlib.import_module("domino_draft.generate")  # the name is the function's too
+    loop = importlib.import_module("domino_draft.decode")
 
     def broken(target, drafter, *args, **kwargs):
         result = generate(target, drafter, *args, **kwargs)

@@ -7,7 +7,7 @@ import torch
 from domino_draft import DominoDrafter, Target, generate
 
 from .conftest import tiny_model
-from .test_generate import Oracle
+from .test_decode import Oracle
 
 VOCAB, LENGTH, ROWS, PROMPT = 12, 5, 6000, [3, 7]
 ALARM = 1e-9

@@ -5,7 +5,7 @@ import torch
 from domino_draft import Target, generate, greedy_report
 
 from .conftest import tiny_model
-from .test_generate import PROMPTS, Oracle, own_text
+from .test_decode import PROMPTS, Oracle, own_text
 
 NEW = 40
 

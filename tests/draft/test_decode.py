@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from domino_draft import DominoDrafter, Target, generate, greedy_report, smollm2, stream
-from domino_draft.generate import Stats
+from domino_draft.decode import Stats
 
 from .conftest import FAMILIES, tiny_model
 
