@@ -20,7 +20,7 @@ def recipe():
         pytest.skip("the recipe is only in a checkout")
     sys.path.insert(0, str(RECIPE))
     try:
-        names = ("chat_prompts", "code_prompts", "math_prompts", "prompts")
+        names = ("card", "chat_prompts", "code_prompts", "math_prompts", "prompts")
         return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(RECIPE))
@@ -114,3 +114,38 @@ def test_overlapping_prompts_are_dropped(recipe, monkeypatch):
     )
     assert [(kind, domain) for kind, domain, _ in kept] == [(1, 1)]
     assert dropped == {("13-gram overlap", 1): 1, ("too long", 2): 1}
+
+
+def test_the_card_is_what_its_files_say(recipe):
+    page = (RECIPE / "README.md").read_text(encoding="utf-8")
+    assert recipe.card.filled(page, RECIPE) == page, "run models/smollm2-135m-domino/card.py"
+
+
+def test_the_card_shows_every_report(recipe, tmp_path):
+    ratio = {"value": 2.5, "low": 2.25, "high": 2.75, "cycles": 9}
+    row = {"accepted_length": ratio, "accepted_length_without_tails": ratio, "identical": 0.75,
+           "near_tie_tokens": 3, "violation_tokens": 0, "tokens_per_second": 40.0,
+           "speedup": 1.6}  # fmt: skip
+    report = {
+        "run": {"date": "2026-01-02", "device": "Some CPU", "threads": 2, "dtype": "float32",
+                "torch": "2", "transformers": "5", "batch_size": 1, "max_new_tokens": 64,
+                "num_drafts": {"ours": 7}, "command": "the command"},
+        "sets": {"humaneval": {"prompts": 4, "tokens": 100, "tail_fraction": 0.171,
+                               "target": {"tokens_per_second": 25.0},
+                               "drafters": {"ours": row}, "differences": []}},
+    }  # fmt: skip
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "cpu.json").write_text(json.dumps(report))
+    run = {"arm": "dflash", "parameters": 2_500_000, "steps": 7, "seconds": 3.0, "config": {}}
+    (tmp_path / "results" / "training-dflash.json").write_text(json.dumps(run))
+    marks = "".join(f"<!-- begin {n} -->old<!-- end {n} -->\n" for n in recipe.card.PARTS)
+    page = recipe.card.filled(marks, tmp_path)
+    for shown in (
+        "### Some CPU, float32, batch 1", "the command", "drafts a cycle: ours 7", "2026-01-02",
+        "| humaneval | ours | 2.50 (2.25 to 2.75) |", "humaneval 17.1%",
+        "| dflash | 2.50M | 7 | 3 |",
+    ):  # fmt: skip
+        assert shown in page, shown
+    assert "old" not in page and recipe.card.filled(page, tmp_path) == page
+    with pytest.raises(ValueError, match="results: expected one pair"):
+        recipe.card.filled("<!-- begin drafter --><!-- end drafter -->", tmp_path)
