@@ -114,12 +114,18 @@ DOMINO_HD Slot decide_slot(const ChainRequest& r, int i, Stats& stats) {
 }
 
 // The race for the token of the slot where the walk stopped: least E / weight, ties to the lowest
-// id. Keys order as unsigned integers; kNoWinner is above all of them.
+// id. Positive floats order as their bits; a token of no weight comes behind all others.
+constexpr uint32_t kNoOrder = ~uint32_t{0};
 constexpr uint64_t kNoWinner = ~uint64_t{0};
 
-DOMINO_HD uint64_t race_key(float weight, uint32_t word, int64_t token) {
-  if (!(weight > 0.0f)) return kNoWinner;
+DOMINO_HD uint32_t race_order(float weight, uint32_t word) {
   const uint32_t order = detail::bit_cast<uint32_t>(div_rn(exponential(word), weight));
+  return weight > 0.0f ? order : kNoOrder;
+}
+
+DOMINO_HD uint64_t race_key(float weight, uint32_t word, int64_t token) {
+  const uint32_t order = race_order(weight, word);
+  if (order == kNoOrder) return kNoWinner;
   return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(token);
 }
 
