@@ -428,8 +428,7 @@ BAD = [
     (dict(num_drafts=0), ValueError, "num_drafts: got 0, expected at least 1"),
     (dict(num_drafts=5), ValueError, "num_drafts: got 5, expected 1..4 with 4 slots"),
     (dict(num_drafts=4, shift_label=False), ValueError, "num_drafts: got 4, expected 1..3 with 4"),
-    (dict(pure_draft_prefix_len=-1), ValueError, r"pure_draft_prefix_len: got -1, expected 0\.\.4"),
-    (dict(pure_draft_prefix_len=5), ValueError, r"pure_draft_prefix_len: got 5, expected 0\.\.4"),
+    (dict(pure_draft_prefix_len=-1), ValueError, "pure_draft_prefix_len: got -1, expected at le"),
 ]
 
 

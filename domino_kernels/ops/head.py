@@ -173,7 +173,7 @@ def draft_chain(
         weights: HeadWeights.
         num_drafts: K, at most S where shift_label, S - 1 where not.
         shift_label: the label convention that the drafter was trained with.
-        pure_draft_prefix_len: how many drafts take the base argmax, 0..S.
+        pure_draft_prefix_len: how many drafts take the base argmax; from num_drafts on, all do.
         return_scores: also return the score of each id.
 
     Returns:
@@ -244,9 +244,9 @@ def draft_chain_out(
             f"{op}: num_drafts: got {drafts}, expected 1..{most} with {slots} slots and "
             f"shift_label={bool(shift_label)}"
         )
-    if not 0 <= pure_draft_prefix_len <= slots:
+    if pure_draft_prefix_len < 0:
         raise ValueError(
-            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len}, expected 0..{slots}"
+            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len}, expected at least 0"
         )
     _check_workspace(op, workspace, batch, drafts, weights)
     _draft_chain(
