@@ -103,7 +103,7 @@ class Attention(nn.Module):
         if mask is not None and self.groups > 1:
             mask = mask.unsqueeze(2).expand(-1, -1, self.groups, -1, -1).flatten(2, 3)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(out.view(batch, heads, rows, dim).transpose(1, 2).flatten(2))
+        return self.o_proj(out.reshape(batch, heads, rows, dim).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
