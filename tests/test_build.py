@@ -230,10 +230,12 @@ except RuntimeError as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "cpu"])
 def test_wheel_from_build_isolation_works_without_torch(mode, tmp_path):
-    """pip wheel under build isolation, installed into an environment that has nothing else."""
+    """sdist, wheel from it under build isolation, installed into an environment with nothing else."""
     env = {"DOMINO_BUILD": mode, "DOMINO_CUDA_ARCHS": "90a-real", "PYTHONPATH": ""}
     pip = [sys.executable, "-m", "pip", "-q"]
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, ".", env=env)
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    run(*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, archive, env=env)
     (wheel,) = tmp_path.glob("domino_kernels-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert any(re.fullmatch(r"domino_kernels/_C\..*\.so", name) for name in names)

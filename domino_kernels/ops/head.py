@@ -90,6 +90,11 @@ def _launch_draft_chain(
     tokens,
     scores,
 ):
+    if workspace.data_ptr() % 16:  # here, where a tensor being traced has become a real one
+        raise ValueError(
+            f"draft_chain: workspace: got address {workspace.data_ptr():#x}, "
+            f"expected 16-byte alignment"
+        )
     status = _C.draft_chain(
         tokens=tokens.data_ptr(),
         scores=scores.data_ptr(),
@@ -273,19 +278,19 @@ def _check_weights(op, weights):
 
 
 def _workspace_bytes(batch, drafts, weights):
-    if weights.device.type != "cuda":
+    if weights.device.type == "cpu":
         return 0
-    return _C.draft_chain_workspace(
-        batch=batch, drafts=drafts, units=weights.gru_size, rank=weights.rank
-    )
+    # DraftChainWorkspace of csrc/head/draft_chain.h, in Python so that torch.compile can trace it
+    up = lambda n, to: (n + to - 1) // to * to  # noqa: E731
+    tile, units, rank = up(batch, 32), up(weights.gru_size, 32), up(weights.rank, 32)
+    parts = batch * drafts * 8, batch * drafts * weights.rank * 4
+    parts += (tile * units * 4, tile * units * 4, tile * rank * 4)
+    return sum(up(part, 256) for part in parts)
 
 
 def _check_workspace(op, workspace, batch, drafts, weights):
     size = checks.sizes(op, "workspace", workspace, "[bytes]")
     checks.tensor(op, "workspace", workspace, size, torch.uint8, weights.device)
     need = _workspace_bytes(batch, drafts, weights)
-    if workspace.nbytes < need or workspace.data_ptr() % 16:
-        raise ValueError(
-            f"{op}: workspace: got {workspace.nbytes} bytes at {workspace.data_ptr():#x}, "
-            f"expected at least {need}, 16-byte aligned"
-        )
+    if size[0] < need:
+        raise ValueError(f"{op}: workspace: got {size[0]} bytes, expected at least {need}")

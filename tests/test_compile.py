@@ -1,0 +1,53 @@
+"""The public functions under torch.compile: one graph, no break, the same bits as eager."""
+
+import pytest
+import torch
+
+import domino_kernels
+from domino_kernels import _C, HeadWeights
+from domino_kernels.ops.head import _workspace_bytes
+
+
+def weights(device="cpu", units=4, rank=6):
+    sizes = (3 * units, 8), (3 * units, units), (rank, 8 + units), (11, rank), (11, 8)
+    return HeadWeights(*(torch.randn(size).to(device) for size in sizes))
+
+
+def gru_step(device):
+    tensors = torch.randn(2, 8), torch.randn(2, 4), torch.randn(12, 8), torch.randn(12, 4)
+    return domino_kernels.gru_step, tensors
+
+
+def draft_chain(device):
+    head = weights(device)
+    call = lambda *inputs: domino_kernels.draft_chain(*inputs, head, num_drafts=3)  # noqa: E731
+    return call, (torch.randn(2, 4, 11), torch.randn(2, 4, 8), torch.tensor([1, 2]))
+
+
+def verify_chain(device):
+    def call(logits, drafts, temperature, number):
+        greedy = domino_kernels.verify_chain(logits, drafts).tokens
+        drawn = domino_kernels.verify_chain(
+            logits, drafts, rule="token", temperature=temperature, seed=number, block_start=number
+        )
+        return torch.cat([greedy, drawn.tokens])
+
+    drafts = torch.randint(11, (2, 3))
+    return call, (torch.randn(2, 4, 11), drafts, torch.ones(2), torch.tensor([5, 6]))
+
+
+@pytest.mark.parametrize("case", [gru_step, draft_chain, verify_chain])
+def test_compiles_without_a_break(case, device):
+    torch.manual_seed(7)
+    call, inputs = case(device)
+    inputs = [tensor.to(device) for tensor in inputs]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), call(*inputs))
+
+
+def test_workspace_size_is_that_of_the_kernel():
+    for batch, drafts, units, rank in [(1, 1, 1, 1), (3, 15, 256, 96), (64, 16, 1024, 256)]:
+        head = weights("meta", units, rank)
+        expected = _C.draft_chain_workspace(batch=batch, drafts=drafts, units=units, rank=rank)
+        assert _workspace_bytes(batch, drafts, head) == expected
