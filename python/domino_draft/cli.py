@@ -167,8 +167,8 @@ def _encode(tokenizer, text: str, chat: bool) -> list[int]:
 )  # fmt: skip
 @_TARGET
 @click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER",
-    help="Folder, shipped or ngram, with the name in the report; may be given several times.",
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K]",
+    help="Folder, shipped or ngram; its name in the report; its drafts a cycle. Repeatable.",
 )  # fmt: skip
 @click.option("--set", "sets", multiple=True, help="Only this set; may be given several times.")
 @click.option("--limit", type=click.IntRange(1), help="Prompts a set.")
@@ -189,18 +189,18 @@ def evaluate(
 
     rows = evaluation.load_prompts(prompts, sets, limit)
     model = load_target(target, *_machine(**machine))
-    tools = {}
+    tools, asked, loaded = {}, {}, {}
     for entry in drafters or ("shipped", "ngram"):
-        name, _, folder = entry.rpartition("=")
-        name = name or Path(entry).name
+        name, folder, drafts = _drafter_entry(entry)
         if name in tools:
             raise click.UsageError(f"two drafters are called {name!r}: use NAME=FOLDER")
-        tools[name] = load_drafter(folder, model)
-        if tools[name] is None:
+        if folder == "none":
             raise click.UsageError("--drafter none: the target alone is always measured")
-    asked = {} if num_drafts is None else {
-        name: min(num_drafts, tool.max_drafts) for name, tool in tools.items()
-    }  # fmt: skip
+        if folder not in loaded:
+            loaded[folder] = load_drafter(folder, model)
+        tools[name] = loaded[folder]
+        if drafts or num_drafts:
+            asked[name] = drafts or min(num_drafts, tools[name].max_drafts)
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("batches", total=None)
         report = evaluation.evaluate(
@@ -212,6 +212,15 @@ def evaluate(
     click.echo(evaluation.markdown(report))
     if json_file:
         _write(Path(json_file), json.dumps(report) + "\n")
+
+
+def _drafter_entry(entry: str) -> tuple[str, str, int | None]:
+    """[NAME=]FOLDER[@K] as (name, folder, K)."""
+    name, _, place = entry.rpartition("=")
+    folder, _, drafts = place.rpartition("@")
+    if not (folder and drafts.isdecimal()):
+        folder, drafts = place, ""
+    return name or Path(place).name, folder, int(drafts) if drafts else None
 
 
 def _write(path: Path, text: str) -> None:

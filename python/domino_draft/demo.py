@@ -23,23 +23,24 @@ PROMPTS = (
         ),
     ),
     (
+        "math",
+        "A baker makes 24 rolls every morning. She sells 3 boxes of 6 rolls and gives the rest to "
+        "her neighbors. How many rolls does she give away in a week?",
+    ),
+    ("chat", "Explain why the sky is blue to a ten-year-old."),
+    (
         "code",
         CODE.format(
             "def count_vowels(text: str) -> int:\n"
             '    """Count the vowels in the text, in upper and lower case."""\n'
         ),
     ),
-    (
-        "math",
-        "A baker makes 24 rolls every morning. She sells 3 boxes of 6 rolls and gives the rest to "
-        "her neighbors. How many rolls does she give away in a week?",
-    ),
     ("math", "Solve for x: 3x + 7 = 34. Show each step."),
-    ("chat", "Explain why the sky is blue to a ten-year-old."),
     ("chat", "Give me five tips for learning a new language."),
 )
 # What pays on two cores: a forward of 8 tokens costs less than one of 16 (see the card).
 CPU_DRAFTS = 7
+BUDGET = 480.0  # seconds after which no further prompt is started
 SHADES = ("white", "cyan")
 
 
@@ -91,6 +92,9 @@ def run(
     )
     rows = []
     for number, (domain, text) in enumerate(PROMPTS, 1):
+        if time.perf_counter() - started > BUDGET:
+            console.print(f"{len(PROMPTS) + 1 - number} prompts left out: this machine is slow.")
+            break
         title = f"{number}/{len(PROMPTS)} {domain}"
         rows.append(_compare(console, target, tool, title, text, max_new_tokens, drafts))
     console.print(table(rows))
@@ -133,6 +137,7 @@ def _compare(console, target, tool, title, text, max_new_tokens, num_drafts) -> 
                 rate = stats[name].tokens_per_second
                 progress.update(task, completed=len(outputs[name]), rate=rate)
             progress.update(task, total=len(outputs[name]))
+    console.print()
     ours, alone = outputs.values()
     found = None if ours == alone else greedy_report(target, prompt, ours)
     drafted = stats["with the drafter"]

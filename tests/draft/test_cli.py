@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -89,18 +90,40 @@ def test_evaluate_writes_the_report_and_prints_the_table(folders, tmp_path):
     rows = [{"set": "s", "id": f"s/{i}", "text": "", "ids": [5, 6, 7 + i]} for i in range(3)]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = invoke("evaluate", "--prompts", tmp_path / "p.jsonl", "--target", target,
-                  "--drafter", f"ours={drafter}", "--drafter", "ngram", "--limit", 2,
+                  "--drafter", f"ours={drafter}", "--drafter", "ngram",
+                  "--drafter", "two=ngram@2", "--limit", 2,
                   "--device", "cpu", "-n", 8, "--num-drafts", 8,
                   "--json", tmp_path / "out.json")  # fmt: skip
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["sets"]["s"]["prompts"] == 2
-    assert report["run"]["num_drafts"] == {"ours": 4, "ngram": 8}  # never above the drafter's own
+    assert report["run"]["num_drafts"] == {"ours": 4, "ngram": 8, "two": 2}
     assert report["sets"]["s"]["drafters"]["ours"]["identical"] == 1.0
     assert "| s | ours |" in done.stdout and "| s | ours − ngram |" in done.stdout
     twice = ["--drafter", "ngram", "--drafter", "ngram"]
     done = invoke("evaluate", "--prompts", tmp_path / "p.jsonl", "--target", target, *twice)
     assert done.exit_code == 2 and "two drafters are called 'ngram'" in done.stderr
+
+
+def test_regenerate_answers_every_prompt(folders, tmp_path, tokenizer):
+    model = tiny_model("Llama", vocab_size=len(tokenizer), eos_token_id=1)
+    model.save_pretrained(tmp_path / "stopping")
+    tokenizer.save_pretrained(tmp_path / "stopping")
+    lengths = [4, 6, 3]
+    np.savez(
+        tmp_path / "prompts.npz",
+        tokens=np.arange(2, 15, dtype=np.uint16),
+        offsets=np.cumsum([0, *lengths]),
+        kind=np.zeros(3, np.uint8),
+        domain=np.array([0, 1, 2], np.uint8),
+    )
+    done = invoke("regenerate", "--prompts", tmp_path / "prompts.npz", "--device", "cpu",
+                  "--output", tmp_path / "out.npz", "--target", tmp_path / "stopping",
+                  "--slots", 4, "-n", 5, "--max-length", 64)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["prompts"] == found["responses"] == 3
+    assert sorted(np.load(tmp_path / "out.npz")["prompt_lengths"].tolist()) == sorted(lengths)
 
 
 def test_inspect(folders):
