@@ -230,7 +230,7 @@ except RuntimeError as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "cpu"])
 def test_wheel_from_build_isolation_works_without_torch(mode, tmp_path):
-    """sdist, wheel from it under build isolation, installed into an environment with nothing else."""
+    """sdist, a wheel from it under build isolation, an environment with nothing else in it."""
     env = {"DOMINO_BUILD": mode, "DOMINO_CUDA_ARCHS": "90a-real", "PYTHONPATH": ""}
     pip = [sys.executable, "-m", "pip", "-q"]
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path)

@@ -1,10 +1,13 @@
 """Decode attention over rows of different lengths.
 
-out[b, t, h] = softmax_j(scale * q[b, h, t] . k[b, j, h/GROUP]) v[b, j, h/GROUP],  j <= lengths[b] + t
+out[b, t, h] = softmax_j(scale * q[b, h, t] . k[b, j, h/GROUP]) v[b, j, h/GROUP]
 
-One program owns one (row, kv head): all GROUP query heads and all TOKENS queries that share its keys, so keys and values
-are read once. Bytes: 2 * kv_heads * (lengths + TOKENS) * HEAD_DIM a row; it runs at the memory bound for long batches.
-fp32 softmax and accumulation (flash-attention's running maximum), output in the query's dtype.
+over j <= lengths[b] + t.
+
+One program owns one (row, kv head): all GROUP query heads and all TOKENS queries that share its
+keys, so keys and values are read once. Bytes: 2 * kv_heads * (lengths + TOKENS) * HEAD_DIM a row;
+it runs at the memory bound for long batches. fp32 softmax and accumulation (flash-attention's
+running maximum), output in the query's dtype.
 """
 
 import triton

@@ -1,11 +1,13 @@
 """Attention over a static key/value store in which every row has a length of its own.
 
-`transformers` lets a model take its attention from a registry. The function registered here keeps keys and values itself,
-in one `RowStore` that is passed to the model call as ``row_store=``, and so replaces the library's cache: rows of one
-batch stand at different positions, a row is rolled back by writing its length, and nothing is allocated in a step, so a
-step can be captured in a CUDA graph.
+`transformers` lets a model take its attention from a registry. The function registered here keeps
+keys and values itself, in one `RowStore` that is passed to the model call as ``row_store=``, and so
+replaces the library's cache: rows of one batch stand at different positions, a row is rolled back
+by writing its length, and nothing is allocated in a step, so a step can be captured in a CUDA
+graph.
 
-On CUDA a Triton kernel reads each row's keys once, up to that row's own length. On the CPU it is plain SDPA with a mask.
+On CUDA a Triton kernel reads each row's keys once, up to that row's own length. On the CPU it is
+plain SDPA with a mask.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ class RowStore:
 
     Attributes:
         keys, values: per layer `[batch, max_length, kv_heads, head_dim]`, in the model's dtype.
-        lengths: `[batch]` int64 on the device; positions below it are valid. A forward writes its T tokens at
-            `lengths[b] .. lengths[b]+T-1` and leaves `lengths` alone: the caller decides how many of them count.
-        prefill_rows: `[R]` int64, or None. When set, the next forwards are prefills: row i of their input starts at
-            position 0 of row `prefill_rows[i]`, and attention is plain causal.
+        lengths: `[batch]` int64 on the device; positions below it are valid. A forward writes its T
+            tokens at `lengths[b] .. lengths[b]+T-1` and leaves `lengths` alone: the caller decides
+            how many of them count.
+        prefill_rows: `[R]` int64, or None. When set, the next forwards are prefills: row i of their
+            input starts at position 0 of row `prefill_rows[i]`, and attention is plain causal.
     """
 
     def __init__(self, config, batch: int, max_length: int, device, dtype):
@@ -41,7 +44,7 @@ class RowStore:
 
 
 def row_attention(module, query, key, value, attention_mask, *, row_store=None, scaling=None, **_):
-    """The registered attention function; shapes as `transformers` passes them: query `[B, heads, T, D]`."""
+    """The registered attention function; shapes as in `transformers`: query `[B, heads, T, D]`."""
     if row_store is None:
         raise ValueError(
             f"{NAME}: row_store: got None, expected the RowStore of this batch in the model call"
@@ -101,7 +104,7 @@ def _row_attention_triton(query, keys, values, lengths, scaling):
 
 
 def install(model) -> None:
-    """Make a `transformers` causal LM take its attention from here; its calls then need ``row_store=``."""
+    """Make a causal LM take its attention from here; its calls then need ``row_store=``."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, row_attention)

@@ -17,9 +17,10 @@ STOP = 30
 def model():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.6, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=STOP, pad_token_id=3,
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        initializer_range=0.6, tie_word_embeddings=True, bos_token_id=1, eos_token_id=STOP,
+        pad_token_id=3,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -69,7 +70,8 @@ def test_sampled_slots_follow_the_law(model):
     expected = law * len(out)
     common = expected > 5
     chi2 = ((seen - expected)[common] ** 2 / expected[common]).sum()
-    # Mean = degrees of freedom, deviation sqrt(2 df): eight deviations is a false alarm in about 1e-12.
+    # Mean = degrees of freedom, deviation sqrt(2 df): eight deviations is a false alarm in about
+    # 1e-12.
     assert chi2 < common.sum() + 8 * np.sqrt(2 * common.sum())
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel against SDPA in fp64; in CI under the interpreter (fp32), on a GPU in every dtype."""
+"""The Triton kernel against SDPA in fp64; under the interpreter in fp32, on a GPU in all dtypes."""
 
 import os
 import subprocess

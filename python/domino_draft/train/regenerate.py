@@ -1,9 +1,10 @@
 """Responses written by the target itself: what a drafter must learn to predict.
 
-A training response has to be the target's own text (spec of the public recipes: responses are regenerated; a drafter
-trained on somebody else's answers predicts somebody else). One static batch of slots is decoded with continuous
-refilling: a slot whose response ended takes the next prompt, so the batch stays full. On CUDA one decoding step is a
-captured graph; nothing in it allocates or synchronises, and the host looks at the tokens every `sync_every` steps.
+A training response has to be the target's own text (spec of the public recipes: responses are
+regenerated; a drafter trained on somebody else's answers predicts somebody else). One static batch
+of slots is decoded with continuous refilling: a slot whose response ended takes the next prompt, so
+the batch stays full. On CUDA one decoding step is a captured graph; nothing in it allocates or
+synchronises, and the host looks at the tokens every `sync_every` steps.
 
 Measured figures stand in the drafter's card, with their command.
 """
@@ -29,9 +30,9 @@ MAX_PERIOD = 32
 class Prompt:
     """One piece of work: continue `ids` until a stop token.
 
-    `open_turn`: the ids end inside the user's turn; the target first finishes that turn (sampled at `turn_temperature`),
-    then `turn_suffix` is appended and the result is answered like any other prompt. A turn that does not end in time is
-    dropped.
+    `open_turn`: the ids end inside the user's turn; the target first finishes that turn (sampled at
+    `turn_temperature`), then `turn_suffix` is appended and the result is answered like any other
+    prompt. A turn that does not end in time is dropped.
     """
 
     ids: np.ndarray
@@ -43,7 +44,7 @@ class Prompt:
 
 @dataclass
 class Response:
-    """`ids` = prompt and response; the response starts at `prompt_length`. `finished`: it ended with a stop token."""
+    """`ids` = prompt and response, which starts at `prompt_length`; `finished` by a stop token."""
 
     ids: np.ndarray
     prompt_length: int
@@ -66,7 +67,8 @@ def looping(history: np.ndarray, count: np.ndarray, start: np.ndarray) -> np.nda
     """Rows whose last `LOOP_WINDOW` tokens repeat with a period of at most `MAX_PERIOD`.
 
     Args:
-        history: `[rows, length]` tokens; count: `[rows]` valid tokens; start: `[rows]` first token of the response.
+        history: `[rows, length]` tokens; count: `[rows]` valid tokens; start: `[rows]` first token
+            of the response.
     """
     rows = np.flatnonzero(count - start >= LOOP_WINDOW)
     window = history[rows[:, None], count[rows, None] - LOOP_WINDOW + np.arange(LOOP_WINDOW)]
@@ -80,8 +82,10 @@ class Regenerator:
     """A target with a static batch of decoding slots.
 
     Args:
-        model: a `transformers` causal LM on its device; its attention is replaced (see `row_attention.install`).
-        slots: rows decoded together; the first `sampled_slots` draw at a temperature, the rest are greedy.
+        model: a `transformers` causal LM on its device; its attention is replaced (see
+            `row_attention.install`).
+        slots: rows decoded together; the first `sampled_slots` draw at a temperature, the rest are
+            greedy.
         max_length: positions a slot can hold, prompt included.
         stop_ids: tokens that end a response; the stop token is kept.
         graph: capture a step in a CUDA graph (ignored on the CPU).
@@ -131,10 +135,12 @@ class Regenerator:
         best = logits.argmax(-1)
         if self.sampled:
             scaled = logits[: self.sampled].float() / self.temperature
-            # Exponential race: argmax of p / E. `exponential_` never returns 0, so no token wins by a division by zero.
+            # Exponential race: argmax of p / E. `exponential_` never returns 0, so no token wins by
+            # a division by zero.
             race = scaled.softmax(-1).div_(torch.empty_like(scaled).exponential_())
             best[: self.sampled] = race.argmax(-1)
-        # A stopped slot keeps its length: it rewrites the same position until it is refilled, and cannot run off the end.
+        # A stopped slot keeps its length: it rewrites the same position until it is refilled, and
+        # cannot run off the end.
         store.lengths += self.active
         self.tokens.copy_(torch.where(self.active, best, self.tokens))
         self.active &= ~self.stop[best] & (store.lengths < self.max_length - 1)
@@ -186,7 +192,8 @@ class Regenerator:
             row_store=store,
         )
         store.prefill_rows = None
-        # The first step feeds the prompt's last token again: it rewrites the same key and yields the first new token.
+        # The first step feeds the prompt's last token again: it rewrites the same key and yields
+        # the first new token.
         store.lengths[index] = lengths - 1
         self.tokens[index] = inputs[torch.arange(len(rows), device=self.device), lengths - 1]
         self.active[index] = True
@@ -211,26 +218,31 @@ class Regenerator:
     ) -> list[Response]:
         """Continue every prompt; stops early, with what is finished, after `max_seconds`.
 
-        Prompts with a temperature above 0 run in the sampled slots, the others in the greedy ones. Responses that fall
-        into a loop are ended there (`finished=False`). Order of the result is order of completion.
+        Prompts with a temperature above 0 run in the sampled slots, the others in the greedy ones.
+        Responses that fall into a loop are ended there (`finished=False`). Order of the result is
+        order of completion.
         """
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt.ids) < self.max_length:
                 raise ValueError(
-                    f"regenerate: prompts[{i}]: got {len(prompt.ids)} tokens, expected 1..{self.max_length - 1}"
+                    f"regenerate: prompts[{i}]: got {len(prompt.ids)} tokens, "
+                    f"expected 1..{self.max_length - 1}"
                 )
-        # Shortest waiting time first would starve long prompts; the given order is kept, so a seed decides it outside.
+        # Shortest waiting time first would starve long prompts; the given order is kept, so a seed
+        # decides it outside.
         queues = {
             True: deque(p for p in prompts if p.temperature > 0),
             False: deque(p for p in prompts if p.temperature <= 0),
         }
         if queues[True] and not self.sampled:
             raise ValueError(
-                "regenerate: sampled_slots: got 0, expected at least 1 for prompts with a temperature"
+                "regenerate: sampled_slots: got 0, expected at least 1 for prompts with a "
+                "temperature"
             )
         if queues[False] and self.sampled == self.slots:
             raise ValueError(
-                f"regenerate: sampled_slots: got {self.sampled}, expected a greedy slot for greedy prompts"
+                f"regenerate: sampled_slots: got {self.sampled}, expected a greedy slot for greedy "
+                "prompts"
             )
         slots = _Slots(
             np.zeros((self.slots, self.max_length + sync_every), np.int32),
@@ -243,7 +255,8 @@ class Regenerator:
         started, rounds, written = time.perf_counter(), 0, 0
         while time.perf_counter() - started < max_seconds:
             for kind in (True, False):
-                # Refilling in groups keeps the prefill's launches few; at the start and the end any group will do.
+                # Refilling in groups keeps the prefill's launches few; at the start and the end any
+                # group will do.
                 while free[kind] and queues[kind]:
                     idle = len(free[kind])
                     if idle < min(prefill_rows, len(queues[kind])) and idle < (self.slots // 8):
@@ -311,8 +324,8 @@ class Regenerator:
 def save_responses(path, responses: Sequence[Response]) -> None:
     """Write responses as one `.npz` (written to a temporary name, then renamed).
 
-    Arrays: `tokens` uint16 or int32 `[sum of lengths]`, `offsets` int64 `[n+1]`, `prompt_lengths` int32 `[n]`,
-    `tags` int32 `[n]`, `temperatures` float32 `[n]`, `finished` bool `[n]`.
+    Arrays: `tokens` uint16 or int32 `[sum of lengths]`, `offsets` int64 `[n+1]`, `prompt_lengths`
+    int32 `[n]`, `tags` int32 `[n]`, `temperatures` float32 `[n]`, `finished` bool `[n]`.
     """
     path = Path(path)
     lengths = np.array([len(r.ids) for r in responses], np.int64)
@@ -357,10 +370,11 @@ def load_prompts(
     turn_temperature: float,
     shard: tuple[int, int],
 ) -> list[Prompt]:
-    """Prompts of an `.npz` with `tokens`, `offsets`, `kind` (1 = open user turn) and `domain`, in an order set by `seed`.
+    """Prompts of an `.npz` of `tokens`, `offsets`, `kind` (1 = open user turn) and `domain`.
 
-    A `sampled_fraction` of the answers is drawn at `temperature`, the rest is greedy. `shard` = (index, count) keeps every
-    count-th prompt, so that several processes share one file.
+    Their order is set by `seed`. A `sampled_fraction` of the answers is drawn at `temperature`, the
+    rest is greedy. `shard` = (index, count) keeps every count-th prompt, so that several processes
+    share one file.
     """
     with np.load(path) as file:
         data = {name: file[name] for name in file.files}
@@ -396,7 +410,9 @@ def run(
     device: str = "cpu",
     dtype: str = "bfloat16",
 ) -> dict:
-    """Answer the prompts of a file with the model in folder `target`; returns counts and tokens/s, writes `output`.
+    """Answer the prompts of a file with the model in folder `target` and write `output`.
+
+    Returns counts and tokens/s.
 
     `sampled_slots` is the share of slots that draw at a temperature (open user turns do, too).
     """
@@ -425,20 +441,30 @@ def run(
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
         task = bar.add_task("regenerate", total=None)
         out = regenerator.run(
-            fitting, max_new_tokens=max_new_tokens, turn_suffix=suffix, max_seconds=max_seconds,
-            progress=lambda done, new: bar.update(task, description=f"{done} responses, {new} tokens"),
-        )  # fmt: skip
+            fitting,
+            max_new_tokens=max_new_tokens,
+            turn_suffix=suffix,
+            max_seconds=max_seconds,
+            progress=lambda done, new: bar.update(
+                task, description=f"{done} responses, {new} tokens"
+            ),
+        )
     seconds = time.perf_counter() - started
     save_responses(output, out)
     tokens = sum(len(r.ids) - r.prompt_length for r in out)
     return {
-        "prompts": len(work), "too_long": len(work) - len(fitting), "responses": len(out), "response_tokens": tokens, "seconds": seconds,
-        "tokens_per_second": tokens / seconds, "finished": sum(r.finished for r in out),
-    }  # fmt: skip
+        "prompts": len(work),
+        "too_long": len(work) - len(fitting),
+        "responses": len(out),
+        "response_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "finished": sum(r.finished for r in out),
+    }
 
 
 def _turn_suffix(tokenizer) -> list[int]:
-    """What stands between the end of a user turn and the answer, read off the tokenizer's own chat template."""
+    """What stands between a user turn and the answer, read off the tokenizer's chat template."""
     marker = "\u241f"
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
@@ -448,6 +474,7 @@ def _turn_suffix(tokenizer) -> list[int]:
     stop = tokenizer.eos_token_id
     if stop not in ids:
         raise ValueError(
-            f"regenerate: chat template: got {after!r} after a user turn, expected the stop token in it"
+            f"regenerate: chat template: got {after!r} after a user turn, expected the stop token "
+            f"in it"
         )
     return ids[ids.index(stop) + 1 :]
