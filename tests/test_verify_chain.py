@@ -6,78 +6,22 @@ That the emitted tokens have the target's law: tests/losslessness.
 import numpy as np
 import pytest
 import torch
+from chain_cases import (
+    assert_reference,
+    assert_same,
+    guarded_result,
+    make,
+    reference,
+    to,
+    token_arguments,
+)
 
 import domino_kernels
-from domino_kernels import VerifyResult, VerifyStatus, rng, verify_chain
+from domino_kernels import VerifyStatus, rng, verify_chain
 from domino_kernels.ops.verify import _empty_result, verify_chain_workspace
-from domino_kernels.reference.verify import verify_chain as reference_verify_chain
-from domino_kernels.testing import Guarded, to_numpy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
-
-
-def make(batch, drafts, vocab, generator, *, dense=False, dtype=torch.float32, spread=2.0):
-    """Arguments of a token-rule call on the CPU; every third request is greedy.
-
-    Drafts are likely ones, so that walks of all lengths occur.
-    """
-    target = (torch.randn(batch, drafts + 1, vocab, generator=generator) * spread).to(dtype)
-    noise = torch.randn(batch, drafts, vocab, generator=generator) * (spread / 4)
-    draft = (target[:, :drafts] + noise).to(dtype)
-    temperature = torch.rand(batch, generator=generator) + 0.4
-    temperature[::3] = 0
-    sampled = torch.zeros(batch, drafts, dtype=torch.int64)
-    if drafts:
-        q = (draft.float() / temperature.clamp_min(0.4)[:, None, None]).softmax(-1)
-        sampled = torch.multinomial(q.reshape(-1, vocab), 1, generator=generator)
-        sampled = sampled.reshape(batch, drafts)
-    likely = target[:, :drafts].float().argmax(-1)
-    tokens = sampled if dense else likely
-    tokens[temperature == 0] = likely[temperature == 0]
-    if drafts > 2:
-        tokens[::5, drafts - 1] = -1
-    return dict(
-        target_logits=target,
-        draft_tokens=tokens,
-        rule="token",
-        temperature=temperature,
-        seed=torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
-        block_start=torch.randint(0, 2**40, (batch,), generator=generator),
-        draft_logits=draft if dense else None,
-    )
-
-
-def to(arguments, device):
-    move = lambda v: v.to(device) if isinstance(v, torch.Tensor) else v  # noqa: E731
-    return {name: move(value) for name, value in arguments.items()}
-
-
-def reference(arguments):
-    move = lambda v: v.double().numpy() if v.is_floating_point() else v.numpy()  # noqa: E731
-    return reference_verify_chain(
-        **{k: move(v) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-    )
-
-
-def guarded_result(batch, drafts, device):
-    guards = [Guarded(t.shape, t.dtype, device) for t in _empty_result(batch, drafts, "cpu")]
-    return guards, VerifyResult(*(guard.tensor for guard in guards))
-
-
-def assert_same(actual, expected):
-    for name, a, b in zip(VerifyResult._fields, actual, expected):
-        assert torch.equal(a.cpu(), b.cpu()), f"{name}: {a} is not {b}"
-
-
-def assert_reference(result, expected):
-    tokens, accepted, emitted, logprob, status = expected
-    assert (result.tokens.cpu().numpy() == tokens).all()
-    assert (result.num_accepted.cpu().numpy() == accepted).all()
-    assert (result.num_emitted.cpu().numpy() == emitted).all()
-    assert (result.status.cpu().numpy() == status).all()
-    error = np.abs(to_numpy(result.chosen_logprob) - logprob) / (1 + np.abs(logprob))
-    assert error.max(initial=0) < 5e-7, error.max()
 
 
 # V: one, smaller than a group of four, tails of vectors and tiles, more than one split
@@ -308,115 +252,6 @@ def test_equal_laws_accept_everything(device, generator):
     assert (result.num_accepted == 3).all() and not result.status.any()
 
 
-# One request of V = 4, K = 2, all in slot order: what goes wrong, and what must come out.
-# change(arguments) edits a request that accepts drafts 1, 2 and ends with 3.
-def set_target(row, values):
-    return lambda a: a["target_logits"][0, row].copy_(torch.tensor(values))
-
-
-def set_draft(row, values):
-    return lambda a: a["draft_logits"][0, row].copy_(torch.tensor(values))
-
-
-def set_id(slot, value):
-    return lambda a: a["draft_tokens"][0, slot].fill_(value)
-
-
-def set_value(name, value):
-    return lambda a: a[name].fill_(value)
-
-
-S = VerifyStatus
-NAN_ROW, INF_ROW, EMPTY = [0.0, NAN, 0.0, 0.0], [0.0, INF, 0.0, 0.0], [-INF] * 4
-DEGENERATE = {
-    # name: (change, greedy too, tokens, status)
-    "untouched": (lambda a: None, True, [1, 2, 3], 0),
-    "nan row 0": (set_target(0, NAN_ROW), True, [-1, -1, -1], S.NON_FINITE),
-    "nan row 1": (set_target(1, NAN_ROW), True, [1, -1, -1], S.NON_FINITE),
-    "nan row 2": (set_target(2, [NAN] * 4), True, [1, 2, -1], S.NON_FINITE),
-    "+inf row 1": (set_target(1, INF_ROW), True, [1, -1, -1], S.NON_FINITE),
-    "empty row 0": (set_target(0, EMPTY), True, [-1, -1, -1], S.EMPTY_ROW),
-    "empty row 2": (set_target(2, EMPTY), True, [1, 2, -1], S.EMPTY_ROW),
-    "pad 0": (set_id(0, -1), True, [1, -1, -1], 0),
-    "pad 1": (set_id(1, -1), True, [1, 2, -1], 0),
-    "id == V": (set_id(1, 4), True, [1, 2, -1], S.BAD_ID),
-    "id huge": (set_id(0, 2**62), True, [1, -1, -1], S.BAD_ID),
-    "id < -1": (set_id(0, -(2**63)), True, [1, -1, -1], S.BAD_ID),
-    "nan draft row": (set_draft(0, [NAN] * 4), False, [1, 2, 3], S.BAD_DRAFT_LAW),
-    "+inf draft row": (set_draft(1, INF_ROW), False, [1, 2, 3], S.BAD_DRAFT_LAW),
-    "empty draft row": (set_draft(1, EMPTY), False, [1, 2, 3], S.BAD_DRAFT_LAW),
-    "q(x) = 0": (set_draft(0, [0.0, -INF, 0.0, 0.0]), False, [1, 2, 3], S.BAD_DRAFT_LAW),
-    "temperature nan": (set_value("temperature", NAN), False, [-1, -1, -1], S.BAD_PARAMETER),
-    "temperature < 0": (set_value("temperature", -1.0), False, [-1, -1, -1], S.BAD_PARAMETER),
-    "temperature inf": (set_value("temperature", INF), False, [-1, -1, -1], S.BAD_PARAMETER),
-    "T_d nan": (set_value("draft_temperature", NAN), False, [-1, -1, -1], S.BAD_PARAMETER),
-    "T_d < 0": (set_value("draft_temperature", -0.5), False, [-1, -1, -1], S.BAD_PARAMETER),
-    "T tiny": (set_value("temperature", 1e-45), False, [1, 2, 3], 0),
-}
-
-
-@pytest.mark.parametrize("rule", ["greedy", "token"])
-@pytest.mark.parametrize("name", DEGENERATE)
-def test_degenerate_input(name, rule, device):
-    change, greedy_too, tokens, status = DEGENERATE[name]
-    if rule == "greedy" and not greedy_too:
-        pytest.skip("an argument of the token rule")
-    logits = torch.full((3, 3, 4), -INF)
-    logits[:, [0, 1, 2], [1, 2, 3]] = 0.0  # certain, so that no coin decides
-    arguments = dict(
-        target_logits=logits,
-        draft_tokens=torch.tensor([[1, 2]] * 3),
-        temperature=torch.ones(3),
-        seed=torch.arange(3),
-        block_start=torch.arange(3),
-        draft_logits=logits[:, :2].clone(),
-        draft_temperature=torch.ones(3),
-    )
-    # the request in question sits between healthy ones
-    request = {k: v[:1].clone() for k, v in arguments.items()}
-    change(request)
-    for k, v in request.items():
-        arguments[k][1:2] = v
-    if rule == "greedy":
-        arguments = {k: arguments[k] for k in ("target_logits", "draft_tokens")}
-    guards, out = guarded_result(3, 2, device)
-    verify_chain(**to(arguments, device), rule=rule, out=out)
-    result = VerifyResult(*(guard.check() for guard in guards))
-    emitted = sum(t >= 0 for t in tokens)
-    failed = bool(status & S.FAILED)
-    assert result.tokens.tolist() == [[1, 2, 3], tokens, [1, 2, 3]]
-    assert result.status.tolist() == [0, int(status), 0]
-    assert result.num_emitted.tolist() == [3, emitted, 3]
-    assert result.num_accepted.tolist() == [2, emitted if failed else emitted - 1, 2]
-    assert (result.chosen_logprob == 0).all()  # certain tokens, or nothing
-
-
-def test_pads_are_never_counted(device):
-    """flashinfer#879, vllm#46533: -1 drafts were accepted, and more tokens emitted than exist."""
-    target = torch.full((1, 6, 4), -INF, device=device)
-    target[0, range(6), [1, 0, 1, 2, 3, 3]] = 0.0
-    one = torch.ones(1, device=device)
-    for rule in (
-        dict(),
-        dict(rule="token", temperature=one, seed=one.long(), block_start=one.long()),
-    ):
-        drafts = torch.tensor([[1, 0, 1, -1, -1]], device=device)
-        result = verify_chain(target, drafts, **rule)
-        assert result.tokens.tolist() == [[1, 0, 1, 2, -1, -1]]
-        assert result.num_accepted.tolist() == [3] and result.num_emitted.tolist() == [4]
-        drafts[:] = torch.tensor([[3, -1, -1, -1, -1]])
-        assert verify_chain(target, drafts, **rule).tokens.tolist() == [[1, -1, -1, -1, -1, -1]]
-
-
-def test_rows_behind_the_walk_set_no_status(device):
-    """A NaN row that a rejection keeps out of reach is no fault of this call."""
-    target = torch.zeros(1, 3, 4, device=device)
-    target[0, 0, 2] = 5.0
-    target[0, 1:] = NAN
-    result = verify_chain(target, torch.tensor([[0, 0]], device=device))
-    assert result.tokens.tolist() == [[2, -1, -1]] and result.status.tolist() == [0]
-
-
 def test_bad_draft_law_replaces_without_the_rejected_token(device):
     """A NaN row of q: the rejected draft must not come back (vllm-project/vllm#41834)."""
     n = 4000
@@ -457,128 +292,10 @@ def test_zero_residual_draws_from_the_target(device):
     assert (result.num_emitted == 1).all() and (result.num_accepted == 0).all()
 
 
-@pytest.mark.parametrize(
-    "cu_rows, status",
-    [
-        ([0, 3, 6], [0, 0]),
-        ([0, 3, 7], [0, 64]),  # more rows than drafts + 1
-        ([0, 3, 2], [0, 64]),  # falling
-        ([-1, 2, 5], [64, 0]),
-        ([4, 6, 8], [0, 64]),  # past the last row
-        ([2**31 - 2, 2**31 - 1, 2**31 - 1], [64, 0]),
-        ([5, 5, 5], [0, 0]),  # inactive
-    ],
-)
-def test_cu_rows_that_make_no_sense(cu_rows, status, device):
-    result = verify_chain(
-        torch.zeros(7, 5, device=device),
-        torch.zeros(2, 2, dtype=torch.int64, device=device),
-        cu_rows=torch.tensor(cu_rows, dtype=torch.int32, device=device),
-    )
-    assert result.status.tolist() == status
-    for b in (0, 1):
-        if status[b]:
-            assert result.num_emitted[b] == 0 and (result.tokens[b] == -1).all()
-
-
 def test_empty_batch(device):
     none = torch.zeros(0, 2, dtype=torch.int64, device=device)
     result = verify_chain(torch.zeros(0, 3, 5, device=device), none)
     assert result.tokens.shape == (0, 3) and result.status.shape == (0,)
-
-
-def token_arguments(batch=2, drafts=3, vocab=5):
-    return dict(
-        target_logits=torch.zeros(batch, drafts + 1, vocab),
-        draft_tokens=torch.zeros(batch, drafts, dtype=torch.int64),
-        rule="token",
-        temperature=torch.ones(batch),
-        seed=torch.zeros(batch, dtype=torch.int64),
-        block_start=torch.zeros(batch, dtype=torch.int64),
-        draft_logits=torch.zeros(batch, drafts, vocab),
-        draft_temperature=torch.ones(batch),
-    )
-
-
-FULL = dict(
-    temperature=None, seed=None, block_start=None, draft_logits=None, draft_temperature=None
-)
-BAD = [
-    (dict(target_logits=torch.zeros(2, 5)), ValueError, r"target_logits: got shape \[2, 5\]"),
-    (
-        dict(target_logits=torch.zeros(2, 3, 5)),
-        ValueError,
-        r"got shape \[2, 3, 5\], expected \[2, 4",
-    ),
-    (dict(target_logits=torch.zeros(2, 4, 5).long()), TypeError, "target_logits: got torch.int64"),
-    (
-        dict(target_logits=torch.zeros(2, 5, 4).mT),
-        ValueError,
-        r"target_logits: got strides \(20",
-    ),
-    (
-        dict(target_logits=torch.zeros(2, 4, 0)),
-        ValueError,
-        "target_logits: got V = 0, expected 1",
-    ),
-    (dict(target_logits=torch.zeros(2, 4, 5).requires_grad_()), ValueError, "that requires grad"),
-    (dict(draft_tokens=torch.zeros(2, 3).int()), TypeError, "draft_tokens: got torch.int32"),
-    (
-        dict(draft_tokens=torch.zeros(6).long()),
-        ValueError,
-        r"draft_tokens: got shape \[6\], exp",
-    ),
-    (dict(draft_tokens=torch.zeros(3, 2).long().T), ValueError, "draft_tokens: got strides"),
-    (dict(draft_tokens=torch.zeros(2, 3, device="meta").long()), ValueError, "a tensor on meta"),
-    (dict(temperature=None), TypeError, "temperature: got NoneType, expected a tensor"),
-    (dict(temperature=0.7), TypeError, "temperature: got float, expected a tensor"),
-    (
-        dict(temperature=torch.ones(2).double()),
-        TypeError,
-        "temperature: got torch.float64",
-    ),
-    (dict(seed=None), TypeError, "seed: got NoneType, expected a tensor"),
-    (dict(seed=torch.zeros(3).long()), ValueError, r"seed: got shape \[3\], expected \[2\]"),
-    (dict(block_start=torch.zeros(2).int()), TypeError, "block_start: got torch.int32, expected"),
-    (
-        dict(draft_logits=torch.zeros(2, 3, 6)),
-        ValueError,
-        r"draft_logits: got shape \[2, 3, 6\]",
-    ),
-    (
-        dict(draft_logits=torch.zeros(2, 3, 5).int()),
-        TypeError,
-        "draft_logits: got torch.int32",
-    ),
-    (dict(draft_logits=torch.zeros(2, 5, 3).mT), ValueError, "draft_logits: got strides"),
-    (dict(draft_logits=None), ValueError, "draft_temperature: got a tensor, expected draft"),
-    (dict(draft_temperature=torch.ones(1)), ValueError, r"draft_temperature: got shape \[1\]"),
-    (
-        dict(cu_rows=torch.zeros(3).int()),
-        ValueError,
-        r"target_logits: got shape \[2, 4, 5\]",
-    ),
-    (
-        dict(cu_rows=torch.zeros(2).int(), target_logits=torch.zeros(8, 5)),
-        ValueError,
-        r"cu_rows: got shape \[2\], expected \[3\]",
-    ),
-    (dict(rule="typical"), ValueError, "rule: got 'typical', expected 'greedy' or 'token'"),
-    (dict(rule="greedy"), ValueError, "temperature: got a value, expected None with rule='greedy'"),
-    (FULL | dict(rule="greedy", seed=torch.zeros(2)), ValueError, "seed: got a value, expected No"),
-    (dict(out=torch.zeros(2)), TypeError, "out: got Tensor, expected a VerifyResult"),
-    (
-        dict(out=_empty_result(2, 2, "cpu")),
-        ValueError,
-        r"out.tokens: got shape \[2, 3\], expected \[2, 4\]",
-    ),
-]
-
-
-@pytest.mark.parametrize("change, error, message", BAD, ids=[b[2][:40] for b in BAD])
-def test_bad_arguments(change, error, message):
-    with pytest.raises(error, match=f"verify_chain: .*{message}"):
-        verify_chain(**token_arguments() | change)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------
