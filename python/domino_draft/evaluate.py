@@ -12,7 +12,8 @@ fixes each prompt's continuation), then each drafter in the same process on the 
 - *Intervals*: 95% percentile bootstrap over prompts; differences between two drafters resample the
   same prompts for both (paired).
 - *Identical*: fraction of prompts whose output equals the target's own, token for token. The rest
-  is split by :func:`domino_draft.greedy_report` into near-ties and violations.
+  is judged by :func:`domino_draft.greedy_report`, both outputs of a pair that differs: near ties
+  and violations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from .decode import Drafter
+    from .drafter import Drafter
     from .target import Target
 
 MAX_PERIOD = 32
@@ -240,9 +241,9 @@ def evaluate(
         - "sets": by set name {"prompts", "tokens" (of the target's outputs), "tail_fraction" (of
           those tokens), "target": {"tokens_per_second"}, "drafters": by name {"accepted_length"
           and "accepted_length_without_tails": {"value", "low", "high", "cycles"}, "identical"
-          (fraction of prompts), "near_tie_tokens" and "violation_tokens" (of the outputs that are
-          not identical), "tokens_per_second", "speedup"}, "differences": [{"first", "second",
-          "tails" (bool), "value", "low", "high"}]}
+          (fraction of prompts), "near_tie_tokens" and "violation_tokens" (where outputs are not
+          identical: of the drafter's and the target's own), "tokens_per_second", "speedup"},
+          "differences": [{"first", "second", "tails" (bool), "value", "low", "high"}]}
         - "prompts": [{"set", "id", "tokens", "kept" (tokens before the tail), "identical" and
           "counts" by drafter (emitted, cycles, emitted and cycles without tails)}]
     """
@@ -271,9 +272,13 @@ def evaluate(
             row["identical"][name] = run.output == own.output
             row["counts"][name] = [*run.counts(), *run.counts(kept(run))]
             if run.output != own.output:
-                found = greedy_report(target, prompt.ids, run.output)
+                # Either of the two may be the one that took the other side of a near tie.
+                both = [greedy_report(target, prompt.ids, o) for o in (run.output, own.output)]
                 ties, violations = near.get((prompt.set, name), (0, 0))
-                near[prompt.set, name] = ties + found.near_ties, violations + found.violations
+                near[prompt.set, name] = (
+                    ties + sum(found.near_ties for found in both),
+                    violations + sum(found.violations for found in both),
+                )
         rows.append(row)
     names = dict.fromkeys(p.set for p in prompts)
     return {
