@@ -84,3 +84,12 @@ def test_examples_run(page, code):
 
 def test_contributing_stays_short():
     assert len(text("CONTRIBUTING.md").splitlines()) <= 120
+
+
+def test_pre_commit_formats_as_make_lint_does():
+    hooks = re.findall(
+        r"(ruff|clang-format)(?:-pre-commit)?\n +rev: v(.+)", text(".pre-commit-config.yaml")
+    )
+    assert len(hooks) == 2
+    for tool, version in hooks:
+        assert f'"{tool}=={version}"' in text("pyproject.toml")
