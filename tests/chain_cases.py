@@ -10,16 +10,17 @@ from domino_kernels.testing import Guarded, to_numpy
 
 
 def make(batch, drafts, vocab, generator, *, dense=False, dtype=torch.float32, spread=2.0):
-    """Arguments of a token-rule call on the CPU; every third request is greedy.
+    """Arguments of a token-rule call where the generator is; every third request is greedy.
 
     Drafts are likely ones, so that walks of all lengths occur.
     """
-    target = (torch.randn(batch, drafts + 1, vocab, generator=generator) * spread).to(dtype)
-    noise = torch.randn(batch, drafts, vocab, generator=generator) * (spread / 4)
+    drawn = dict(generator=generator, device=generator.device)
+    target = (torch.randn(batch, drafts + 1, vocab, **drawn) * spread).to(dtype)
+    noise = torch.randn(batch, drafts, vocab, **drawn) * (spread / 4)
     draft = (target[:, :drafts] + noise).to(dtype)
-    temperature = torch.rand(batch, generator=generator) + 0.4
+    temperature = torch.rand(batch, **drawn) + 0.4
     temperature[::3] = 0
-    sampled = torch.zeros(batch, drafts, dtype=torch.int64)
+    sampled = torch.zeros(batch, drafts, dtype=torch.int64, device=target.device)
     if drafts:
         q = (draft.float() / temperature.clamp_min(0.4)[:, None, None]).softmax(-1)
         sampled = torch.multinomial(q.reshape(-1, vocab), 1, generator=generator)
@@ -34,8 +35,8 @@ def make(batch, drafts, vocab, generator, *, dense=False, dtype=torch.float32, s
         draft_tokens=tokens,
         rule="token",
         temperature=temperature,
-        seed=torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
-        block_start=torch.randint(0, 2**40, (batch,), generator=generator),
+        seed=torch.randint(-(2**63), 2**63 - 1, (batch,), **drawn),
+        block_start=torch.randint(0, 2**40, (batch,), **drawn),
         draft_logits=draft if dense else None,
     )
 
