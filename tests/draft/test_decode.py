@@ -1,5 +1,6 @@
 """The loop: greedy output is the target's own, whatever is drafted; limits, stops, errors."""
 
+import functools
 import os
 
 import pytest
@@ -285,12 +286,18 @@ def test_greedy_and_sampled_rows_in_one_batch(target, reference):
     assert result.sequences[1] != reference[1]
 
 
+@functools.cache
+def cuda_texts(family):
+    model = tiny_model(family).cuda()
+    return [own_text(model, prompt, NEW) for prompt in PROMPTS]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_cuda(family, kind, tiny_config):
     target = Target(tiny_model(family).cuda())
-    texts = [own_text(target.model, prompt, NEW) for prompt in PROMPTS]
+    texts = cuda_texts(family)
     drafter = drafters(tiny_config, texts)[kind]
     if isinstance(drafter, DominoDrafter):
         drafter.cuda()
