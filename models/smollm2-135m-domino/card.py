@@ -58,6 +58,10 @@ def results_part(folder):
             continue
         run = report["run"]
         drafts = ", ".join(f"{name} {count}" for name, count in run["num_drafts"].items())
+        # The page compares the first drafter with the others; the report holds every pair.
+        first = next(iter(run["num_drafts"]))
+        for found in report["sets"].values():
+            found["differences"] = [d for d in found["differences"] if d["first"] == first]
         parts.append(
             f"### {run['device']}, {run['dtype']}, batch {run['batch_size']}\n\n"
             f"{run['date']}, torch {run['torch']}, transformers {run['transformers']}, "
