@@ -1,4 +1,4 @@
-"""Every path, command and Python example in README.md and CONTRIBUTING.md exists and runs."""
+"""Every path, test, command and Python example on these pages exists and runs."""
 
 import re
 import shlex
@@ -11,8 +11,9 @@ import pytest
 from bench import registry
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/integrate.md", "docs/numerics.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+QUOTE = re.compile(r"^<!-- from (\S+) -->\n```python\n(.*?)^```$", re.M | re.S)
 
 
 def text(page):
@@ -22,7 +23,8 @@ def text(page):
 def paths(page):
     """Link targets, and words in backticks that look like a file or folder of this repository."""
     prose = BLOCK.sub("", text(page))
-    links = [t for t in re.findall(r"\]\(([^)#]+)\)", prose) if "://" not in t]
+    folder = (ROOT / page).parent
+    links = [folder / t for t in re.findall(r"\]\(([^)#]+)\)", prose) if "://" not in t]
     words = re.findall(r"`([\w./-]+)`", prose)
     tops = {path.name for path in ROOT.iterdir()}
     files = [w for w in words if w.split("/")[0] in tops and ("/" in w or "." in w)]
@@ -42,6 +44,14 @@ def test_paths_exist(page):
     found = paths(page)
     assert found
     assert not [path for path in found if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_tests_exist(page):
+    code = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", text(page))
+    assert not [name for name in named if f"def {name}(" not in code]
+    assert named or "/" not in page
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -72,9 +82,18 @@ def test_commands_exist(page):
                 assert (ROOT / program).exists(), f"{page}: unknown command: {line}"
 
 
+QUOTES = [(page, *quote) for page in PAGES for quote in QUOTE.findall(text(page))]
 EXAMPLES = [
-    (page, b) for page in PAGES for lang, b in BLOCK.findall(text(page)) if lang == "python"
+    (page, code)
+    for page in PAGES
+    for language, code in BLOCK.findall(QUOTE.sub("", text(page)))
+    if language == "python"
 ]
+
+
+@pytest.mark.parametrize("page, source, code", QUOTES, ids=[source for _, source, _ in QUOTES])
+def test_quotes_agree_with_their_files(page, source, code):
+    assert code in text(source)
 
 
 @pytest.mark.parametrize("page, code", EXAMPLES, ids=[page for page, _ in EXAMPLES])
