@@ -36,12 +36,13 @@ def verify_chain(device):
     return call, (torch.randn(2, 4, 11), drafts, torch.ones(2), torch.tensor([5, 6]))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [gru_step, draft_chain, verify_chain])
-def test_compiles_without_a_break(case, device):
+def test_compiles_without_a_break(case, backend, device):
     torch.manual_seed(7)
     call, inputs = case(device)
     inputs = [tensor.to(device) for tensor in inputs]
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
     with torch.no_grad():
         assert torch.equal(compiled(*inputs), call(*inputs))
 
