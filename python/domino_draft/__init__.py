@@ -11,6 +11,8 @@ _EXPORTS = {
     "DominoConfig": "config",
     "DFlashBackbone": "backbone",
     "block_mask": "backbone",
+    "Checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
     "DominoHead": "head",
     "DominoDrafter": "drafter",
     "RowCache": "cache",

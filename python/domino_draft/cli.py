@@ -284,26 +284,31 @@ def demo(drafter, max_new_tokens, num_drafts, device, dtype, threads):
 
 
 @main.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False))
-@click.option("--json", "as_json", is_flag=True)
-def inspect(folder: str, as_json: bool) -> None:
-    """Configuration, tensors and parameter count of a drafter's FOLDER."""
-    from dataclasses import asdict
+@click.argument("folder")
+@click.option("--target", help="Does it fit the model in this folder? Exit code 1 if not.")
+@click.option("--tensors", is_flag=True, help="List the tensors too.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def inspect(folder: str, target: str | None, tensors: bool, as_json: bool) -> None:
+    """A drafter's card: shapes, block, labels, parameters, memory, fitting targets.
 
-    from .drafter import DominoDrafter
+    FOLDER is a checkpoint's folder, a safetensors file, or shipped. Reads no weights.
+    """
+    from rich.console import Console
 
-    drafter = DominoDrafter.from_pretrained(folder)
-    tensors = {name: list(t.shape) for name, t in drafter.state_dict().items()}
-    total = sum(t.numel() for t in drafter.state_dict().values())
+    from .card import read_card, render
+    from .loading import shipped_drafter
+
+    card = read_card(shipped_drafter() if folder == "shipped" else folder, target)
     if as_json:
-        found = {"config": asdict(drafter.config), "parameters": total, "tensors": tensors}
-        click.echo(json.dumps(found))
-        return
-    for name, value in asdict(drafter.config).items():
-        click.echo(f"{name:24} {value}")
-    for name, shape in tensors.items():
-        click.echo(f"{name:48} {'x'.join(map(str, shape))}")
-    click.echo(f"{total / 1e6:.2f}M parameters")
+        click.echo(json.dumps(card))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(render(card))
+        if tensors:
+            for name, shape in card["tensors"].items():
+                click.echo(f"{name:48} {'x'.join(map(str, shape))}")
+    if target is not None and not card["target"]["fits"]:
+        raise click.exceptions.Exit(1)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 PROJECTORS = {"domino": "domino", "causal_v5": "domino", "dflash": "dflash"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = ("float32", "float16", "bfloat16")
+
+# Fields of related drafters (DFlash2, DSpark, MiMo, Gemma drafters, variants of the head) that
+# change what is computed, each with the value that changes nothing. Reading past one of them would
+# give a drafter that runs and is never accepted.
+_NEUTRAL = {
+    "attention_bias": False, "hidden_act": "silu", "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0, "final_logit_softcapping": 0.0, "attention_sink_bias": False,
+    "attention_value_scale": 1.0, "conv_kernel_size": 0, "selector_rank": 0, "markov_rank": 0,
+    "use_embed_proj": True, "use_hidden_proj": False, "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}  # fmt: skip
+_RELATED = ("DFlash2", "DSpark", "Eagle", "EAGLE")  # architectures that are none of ours
 
 
 def _error(field: str, got: Any, expected: str) -> ValueError:
@@ -27,6 +37,16 @@ def _pick(field: str, sources: Sequence[Mapping[str, Any]], default: Any = None)
         if other != found[0]:
             raise _error(field, (found[0], other), "one value in every place it is written")
     return found[0]
+
+
+def _agree(values: Mapping[str, Any]) -> Any:
+    """The value that several fields spell, None where none is set; they must not differ."""
+    found = {name: value for name, value in values.items() if value is not None}
+    first = next(iter(found), None)
+    for name, value in found.items():
+        if value != found[first]:
+            raise _error(name, value, f"{first} = {found[first]!r}")
+    return found.get(first)
 
 
 def default_target_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
@@ -143,6 +163,33 @@ class DominoConfig:
     def num_features(self) -> int:
         return len(self.target_layer_ids)
 
+    def pairing_errors(self, vocab_size: int, hidden_size: int, num_layers: int) -> list[str]:
+        """Why a target of this shape cannot be drafted for, one sentence a field; [] if it can."""
+        advice = {
+            "vocab_size": "load the target that this drafter was trained for, with its embedding "
+            "table as published (resized or padded rows count)",
+            "hidden_size": "load the target that this drafter was trained for, or train a drafter "
+            "for this one",
+            "num_target_layers": "load the target that this drafter was trained for (another depth "
+            "is another model)",
+        }
+        errors = [
+            f"{field}: got {got} in the target, expected {expected} as in the drafter; "
+            f"{advice[field]}"
+            for field, got, expected in (
+                ("vocab_size", vocab_size, self.vocab_size),
+                ("hidden_size", hidden_size, self.hidden_size),
+                ("num_target_layers", num_layers, self.num_target_layers or num_layers),
+            )
+            if got != expected
+        ]
+        if max(self.target_layer_ids) >= num_layers:
+            errors.append(
+                f"target_layer_ids: got {list(self.target_layer_ids)}, expected layers of the "
+                f"target, which has {num_layers}; load the target that this drafter was trained for"
+            )
+        return errors
+
     def slots_for(self, num_drafts: int) -> int:
         """Block slots, anchor included, that are run to propose `num_drafts` ids.
 
@@ -171,11 +218,17 @@ class DominoConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DominoConfig:
-        """Read a parsed `config.json`: z-lab, author, SpecForge, or speculators form."""
+        """Read a parsed `config.json`: z-lab, author, SpecForge, or speculators form.
+
+        Where a Domino file does not say how slots and labels align, its own framework's default
+        holds: SpecForge shift_label false and pure_draft_prefix_len 0, speculators true and 1.
+        """
         inner = data.get("dflash_config") or {}
+        head = data.get("domino_config") or {}
         body = data.get("transformer_layer_config") or {}  # speculators nests the decoder's shape
+        kind = data.get("speculators_model_type")
         shape = [source for source in (data, body) if source]
-        draft = [source for source in (inner, data) if source]
+        draft = [source for source in (inner, head, data) if source]
 
         def required(name: str) -> Any:
             value = _pick(name, shape)
@@ -183,21 +236,29 @@ class DominoConfig:
                 raise _error(name, None, "a value (the field is missing)")
             return value
 
-        projector = _pick("projector_type", draft)
         architectures = data.get("architectures") or []
+        for name in architectures:
+            if any(related in name for related in _RELATED):
+                raise _error("architectures", architectures, "a DFlash or Domino drafter")
+        if kind not in (None, "dflash", "domino"):
+            raise _error("speculators_model_type", kind, "'dflash' or 'domino'")
+        rope = _pick("rope_parameters", shape) or _pick("rope_scaling", shape) or {}
+        for name, neutral in _NEUTRAL.items():
+            value = _pick(name, [*draft, body, rope])
+            if value is not None and value != neutral:
+                raise _error(name, value, f"{neutral!r} (another value is another network)")
+
+        projector = _pick("projector_type", draft)
+        domino = kind == "domino" or any("Domino" in name for name in architectures)
         if projector is None:
-            domino = any("Domino" in name for name in architectures)
             projector = "domino" if domino or _pick("emb_dim", draft) else "dflash"
-        elif PROJECTORS.get(projector) == "dflash" and any("Domino" in a for a in architectures):
+        elif PROJECTORS.get(projector) == "dflash" and domino:
             raise _error("projector_type", projector, f"'domino' (architectures {architectures})")
 
-        shift = _pick("shift_label", draft)
-        from_anchor = data.get("sample_from_anchor")
-        if shift is not None and from_anchor is not None and shift != from_anchor:
-            raise _error("sample_from_anchor", from_anchor, f"shift_label = {shift}")
-        shift = from_anchor if shift is None else shift
+        names = ("shift_label", "sample_from_anchor", "query_zero_predicts_next")
+        shift = _agree({name: _pick(name, draft) for name in names})
         if shift is None:
-            shift = projector in PROJECTORS and PROJECTORS[projector] == "domino"
+            shift = kind is not None and PROJECTORS.get(projector) == "domino"
         if not isinstance(shift, bool):
             raise _error("shift_label", shift, "true or false")
 
@@ -212,27 +273,35 @@ class DominoConfig:
                 "draft_vocab_size", draft_vocab, f"vocab_size = {values['vocab_size']} (no remap)"
             )
 
-        layer_ids = _pick("target_layer_ids", draft)
-        aux = _pick("aux_hidden_state_layer_ids", draft)
-        if (
-            aux is not None
-        ):  # these number the embedding output 0, so the output of layer id is id+1
-            aux = [i - 1 for i in aux]
-            if layer_ids is not None and list(layer_ids) != aux:
-                raise _error(
-                    "aux_hidden_state_layer_ids", aux, f"target_layer_ids + 1 ({layer_ids})"
-                )
-            layer_ids = aux
+        wide = _pick("target_hidden_size", draft)
+        if wide not in (None, values["hidden_size"]):
+            raise _error("target_hidden_size", wide, f"hidden_size = {values['hidden_size']}")
 
-        rope = _pick("rope_parameters", shape) or _pick("rope_scaling", shape) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise _error("rope_parameters.rope_type", kind, "'default'")
+        def below(name: str) -> list[int] | None:
+            ids = _pick(name, draft)
+            return None if ids is None else [i - 1 for i in ids]
+
+        # The aux ids count the embedding's output as 0, so the output of layer id is id + 1.
+        aux = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+        layer_ids = _agree(
+            {"target_layer_ids": _pick("target_layer_ids", draft)} | {n: below(n) for n in aux}
+        )
+
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise _error("rope_parameters.rope_type", rope_type, "'default'")
         theta = _pick("rope_theta", [*shape, rope], 1e6)
-        for name, expected in (("attention_bias", False), ("hidden_act", "silu")):
-            if _pick(name, shape, expected) != expected:
-                raise _error(name, _pick(name, shape), repr(expected))
         layers = values["num_hidden_layers"]
+        types = _layer_types(shape, layers)
+        # Inside a block sliding layers are causal and full ones are not; a file may say otherwise.
+        for name, layer_type, value in (
+            ("is_causal", "full_attention", False),
+            ("is_causal", "sliding_attention", True),
+            ("sliding_window_non_causal", "sliding_attention", False),
+        ):
+            got = _pick(name, [*draft, body])
+            if layer_type in types and got not in (None, value):
+                raise _error(name, got, f"{value} with {layer_type} layers")
         return cls(
             **values,
             num_target_layers=_pick("num_target_layers", draft),
@@ -241,25 +310,25 @@ class DominoConfig:
             mask_token_id=_pick("mask_token_id", draft),
             mask_token=_pick("mask_token", draft, "<|MASK|>"),
             projector_type=projector,
-            emb_dim=_pick("emb_dim", draft, 256),
+            emb_dim=_agree({n: _pick(n, draft) for n in ("emb_dim", "logits_correction_emb_dim")})
+            or 256,
             gru_hidden_dim=_pick("gru_hidden_dim", draft, 1024),
-            pure_draft_prefix_len=_pick("pure_draft_prefix_len", draft, 1),
+            pure_draft_prefix_len=_pick("pure_draft_prefix_len", draft, 0 if kind is None else 1),
             shift_label=shift,
             rms_norm_eps=float(_pick("rms_norm_eps", shape, 1e-6)),
             rope_theta=float(theta),
             max_position_embeddings=_pick("max_position_embeddings", shape, 40960),
-            layer_types=tuple(_pick("layer_types", shape, ["full_attention"] * layers)),
+            layer_types=types,
             sliding_window=_pick("sliding_window", shape),
             dtype=_pick("dtype", shape) or _pick("torch_dtype", shape) or "bfloat16",
         )
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike) -> DominoConfig:
-        """Read `config.json` in a local folder."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"DominoConfig.from_pretrained: folder: got {folder}, no config.json")
-        return cls.from_dict(json.loads(path.read_text()))
+        """Read `config.json` in a local folder (or beside a .safetensors file)."""
+        from .checkpoint import Checkpoint
+
+        return cls.from_dict(Checkpoint(folder).config)
 
     def to_dict(self) -> dict[str, Any]:
         """The public `config.json` form (as the Qwen3-4B/8B Domino checkpoints write it)."""
@@ -285,9 +354,22 @@ class DominoConfig:
             "attention_bias": False,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
+            # Without it Qwen3Config drops the window.
+            "use_sliding_window": "sliding_attention" in self.layer_types,
             **values,
             "dflash_config": inner,
         }
+
+
+def _layer_types(shape: Sequence[Mapping[str, Any]], layers: int) -> tuple[str, ...]:
+    """`layer_types`, or what the older switches of Qwen3Config say in its place."""
+    types, slides = _pick("layer_types", shape), _pick("use_sliding_window", shape)
+    if types is None:
+        first = _pick("max_window_layers", shape, 28) if slides else layers
+        return tuple(LAYER_TYPES[i >= first] for i in range(layers))
+    if "sliding_attention" in types and slides is False:
+        raise _error("use_sliding_window", slides, "true (layer_types names sliding layers)")
+    return tuple(types)
 
 
 def _block_size(data: Mapping[str, Any], draft: Sequence[Mapping[str, Any]], shift: bool) -> int:

@@ -37,7 +37,8 @@ def load_target(
 
 
 def load_drafter(name: str | os.PathLike, target: Target) -> Drafter | None:
-    """The drafter in a folder (in the target's dtype, on its device), "ngram", or None for "none".
+    """The drafter in a folder or safetensors file (in the target's dtype, on its device), "ngram",
+    or None for "none".
 
     "shipped" is the SmolLM2 drafter of this repository.
     """
@@ -47,16 +48,20 @@ def load_drafter(name: str | os.PathLike, target: Target) -> Drafter | None:
         from .ngram import NgramDrafter
 
         return NgramDrafter()
-    from .drafter import DominoDrafter
+    from .checkpoint import load_checkpoint
+    from .config import DominoConfig
 
     folder = shipped_drafter() if str(name) == "shipped" else Path(name)
-    if not (folder / "config.json").is_file():
+    if not folder.exists():
         raise ValueError(
             f"drafter: got {str(name)!r}, expected a drafter's folder, 'shipped', 'ngram' or 'none'"
         )
-    drafter = DominoDrafter.from_pretrained(folder, dtype=target.dtype, device=target.device)
-    drafter.check_target(target)
-    return drafter
+    config = DominoConfig.from_pretrained(folder)  # refused before the weights are read
+    errors = config.pairing_errors(target.vocab_size, target.hidden_size, target.num_layers)
+    if errors:
+        raise ValueError(f"drafter: {errors[0]}")
+    config.resolve_mask_token(target.tokenizer)
+    return load_checkpoint(folder, target.dtype, target.device)
 
 
 def shipped_drafter() -> Path:

@@ -126,15 +126,6 @@ def test_regenerate_answers_every_prompt(folders, tmp_path, tokenizer):
     assert sorted(np.load(tmp_path / "out.npz")["prompt_lengths"].tolist()) == sorted(lengths)
 
 
-def test_inspect(folders):
-    found = json.loads(invoke("inspect", folders[1], "--json").stdout)
-    assert found["config"]["block_size"] == 4
-    assert found["tensors"]["prefix_gru.weight_hh_l0"] == [72, 24]
-    sizes = [torch.Size(shape).numel() for shape in found["tensors"].values()]
-    assert found["parameters"] == sum(sizes)
-    assert "prefix_gru.weight_hh_l0" in invoke("inspect", folders[1]).stdout
-
-
 def test_train_passes_its_options_on():
     done = invoke("train", "--help")
     assert done.exit_code == 0 and "--lambda-start" in done.output

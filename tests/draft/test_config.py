@@ -5,9 +5,11 @@ import json
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from domino_draft import DominoConfig
+from domino_draft.config import LAYER_TYPES
 
 QWEN3_8B = {
     "architectures": ["DominoDraftModel"],
@@ -125,6 +127,63 @@ def test_speculators_form():
         DominoConfig.from_dict(data)
 
 
+def test_speculators_domino_form():
+    """As its converter writes a Domino checkpoint, and as its first Domino branch did."""
+    shape = {k: QWEN3_8B[k] for k in QWEN3_8B if k.endswith(("size", "heads", "layers"))}
+    shape = {k: v for k, v in shape.items() if k not in ("block_size", "num_target_layers")}
+    data = {
+        "speculators_model_type": "domino",
+        "architectures": ["DominoSpeculator"],
+        "transformer_layer_config": shape | {"head_dim": 128, "rope_theta": 1e6},
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "mask_token_id": 151669,
+        "block_size": 16,
+        "sample_from_anchor": True,
+        "logits_correction_emb_dim": 256,
+        "gru_hidden_dim": 1024,
+        "pure_draft_prefix_len": 1,
+        "draft_vocab_size": 151936,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 16}]},
+    }
+    read = replace(DominoConfig.from_dict(data), num_target_layers=36)
+    assert read == BASE
+    for name in ("sample_from_anchor", "logits_correction_emb_dim", "pure_draft_prefix_len"):
+        del data[name]
+    branch = {"speculators_model_type": "dflash", "projector_type": "domino", "emb_dim": 256}
+    data["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 15
+    assert replace(DominoConfig.from_dict(data | branch), num_target_layers=36) == BASE
+
+
+def test_head_fields_may_live_in_domino_config():
+    inner = dict(QWEN3_8B["dflash_config"])
+    names = ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "shift_label")
+    head = {name: inner.pop(name) for name in names}
+    assert (
+        DominoConfig.from_dict(QWEN3_8B | {"dflash_config": inner, "domino_config": head}) == BASE
+    )
+
+
+def test_absent_alignment_is_the_default_of_specforge():
+    """Not the public checkpoints' values: those files write theirs down."""
+    config = DominoConfig.from_dict(edited(drop_inner=["shift_label", "pure_draft_prefix_len"]))
+    assert (config.shift_label, config.pure_draft_prefix_len) == (False, 0)
+
+
+def test_sliding_forms():
+    window = {"sliding_window": 2048, "use_sliding_window": True}
+    types = ["sliding_attention"] * 5
+    config = DominoConfig.from_dict(edited(top=window | {"layer_types": types}))
+    assert config.layer_types == tuple(types) and config.sliding_window == 2048
+    assert DominoConfig.from_dict(config.to_dict()) == config
+    assert config.to_dict()["use_sliding_window"] is True
+    old = edited(top=window | {"max_window_layers": 3}, drop=["layer_types"])
+    assert DominoConfig.from_dict(old).layer_types == (LAYER_TYPES[0],) * 3 + (LAYER_TYPES[1],) * 2
+    assert DominoConfig.from_dict(edited(drop=["layer_types"])) == BASE
+    same = {"is_causal": True, "sliding_window_non_causal": False}
+    assert DominoConfig.from_dict(edited(top=window | {"layer_types": types} | same)) == config
+    assert DominoConfig.from_dict(edited(top={"is_causal": False})) == BASE
+
+
 def test_plain_dflash_form_has_no_shift():
     data = edited(
         top={"architectures": ["DFlashDraftModel"]},
@@ -177,6 +236,22 @@ def test_mask_token_string_is_looked_up():
         (edited(top={"aux_hidden_state_layer_ids": [1, 9]}), "aux_hidden_state_layer_ids: got"),
         (edited(inner={"shift_label": 1}), "shift_label: got 1, expected true or false"),
         (edited(inner={"pure_draft_prefix_len": -1}), "pure_draft_prefix_len: got -1"),
+        (edited(top={"architectures": ["DFlash2DraftModel"]}), "architectures: got .*DFlash2"),
+        (edited(top={"speculators_model_type": "eagle3"}), "speculators_model_type: got 'eagle3'"),
+        (edited(inner={"markov_rank": 64}), "markov_rank: got 64, expected 0"),
+        (edited(inner={"final_logit_softcapping": 30.0}), "final_logit_softcapping: got 30.0"),
+        (edited(inner={"input_embedding_scale": 50.6}), "input_embedding_scale: got 50.6"),
+        (edited(top={"quantization_config": {"bits": 4}}), "quantization_config: got"),
+        (edited(inner={"target_hidden_size": 5120}), "target_hidden_size: got 5120"),
+        (edited(top={"rope_parameters": {"partial_rotary_factor": 0.25}}), "partial_rotary_factor"),
+        (edited(inner={"query_zero_predicts_next": False}), "query_zero_predicts_next: got False"),
+        (edited(top={"is_causal": True}), "is_causal: got True, expected False with full_att"),
+        (edited(top={"is_causal": False, "sliding_window": 8, "layer_types":
+                     ["sliding_attention"] * 5}), "is_causal: got False, expected True"),
+        (edited(top={"sliding_window_non_causal": True, "sliding_window": 8, "layer_types":
+                     ["sliding_attention"] * 5}), "non_causal: got True, expected False"),
+        (edited(top={"use_sliding_window": False, "sliding_window": 8,
+                     "layer_types": ["sliding_attention"] * 5}), "use_sliding_window: got False"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(data, message):
