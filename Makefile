@@ -2,6 +2,7 @@
 # make test        set up .venv, build, run the tests that need no GPU and little time
 # make test-full   the slow ones too
 # make test-gpu    the tests marked gpu, in PYTHON as it is (default python3)
+# make test-reference   compare the drafter with the public ones, from PyPI, in a folder of their own
 # make wheel lint format clean
 
 PYTHON ?= python3
@@ -17,9 +18,9 @@ STAMP := $(VENV)/.stamp
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f)
 
 # Tests only: two OpenMP threads on a busy two-core machine collapse. The demo takes what there is.
-test test-full: export OMP_NUM_THREADS ?= 1
+test test-full test-reference: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full test-gpu wheel lint format clean
+.PHONY: demo test test-full test-gpu test-reference wheel lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)-built-train
@@ -36,6 +37,9 @@ test-gpu:
 	  { echo "make test-gpu: $(PYTHON) finds no CUDA device (or no torch); nothing was tested"; exit 1; }
 	$(PYTHON) setup.py -q build_ext --inplace
 	DOMINO_REQUIRE_GPU=1 PYTHONPATH=$(CURDIR):$(CURDIR)/python $(PYTHON) -m pytest -m gpu
+
+test-reference: $(STAMP)-built-dev $(STAMP)-reference
+	DOMINO_REQUIRE_REFERENCE=1 PYTHONPATH=$(VENV)/reference $(PY) -m pytest tests/draft/test_reference.py
 
 wheel: $(PY)
 	$(PIP) wheel --no-deps --wheel-dir dist .
@@ -63,6 +67,11 @@ $(STAMP)-torch: | $(PY)
 	  $(PIP) install -q "torch==$(TORCH_VERSION)+cpu" || \
 	  $(PIP) install -q "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX) || \
 	  $(PIP) install -q "torch>=2.8"; fi
+	touch $@
+
+# Never beside the package: their dependencies pin another Torch.
+$(STAMP)-reference: tests/reference-requirements.txt | $(PY)
+	$(PIP) install -q --no-deps --require-hashes --upgrade --target $(VENV)/reference -r $<
 	touch $@
 
 # With the packages of an extra. Editable: a change in Python needs no step, one in csrc compiles
