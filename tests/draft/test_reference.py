@@ -12,6 +12,9 @@ What is known to differ, and why it may:
 - bf16: the references round the rotary cosines and sines, and every product with them, to bf16;
   here they stay in fp32. The references add the correction to the base logits in bf16;
   `draft_chain` adds in fp32. Drafts can differ where two logits are closer than that rounding.
+- SpecForge's training casts the whole module to bf16, rotary frequencies included (0.4% off, more
+  than a radian at position 1000); its `from_pretrained`, serving engines and this package keep them
+  in fp32, so a drafter that it trained is served with other angles than it was trained with.
 - SpecForge drafts block_size - 1 ids also with shift_label, where block_size are possible.
 - SpecForge's own loop passes no mask, so its sliding layers see everything there; its training
   masks and `dflash` slide, and those are what is compared. Its training mask does not bound the
@@ -59,6 +62,7 @@ if os.environ.get("DOMINO_REQUIRE_REFERENCE") != "1":
 
 from dflash.model import DFlashDraftModel as AuthorsDFlash
 from specforge.algorithms.common import dflash_family_model as training
+from specforge.modeling.auto import AutoDraftModel
 from specforge.modeling.draft import dflash as reference_dflash
 from specforge.modeling.draft.dflash import DFlashDraftModel
 from specforge.modeling.draft.domino import DominoDraftModel
@@ -176,7 +180,7 @@ def drafted(drafter, hidden, base, inputs):
     )  # fmt: skip
 
 
-def close(got, want, factor=2e-5):
+def close(got, want, factor=5e-6):
     """fp32 results of the same formula: apart by rounding, relative to the largest value."""
     torch.testing.assert_close(got, want, rtol=0, atol=factor * want.abs().max().item())
 
@@ -497,6 +501,16 @@ def test_absent_fields_mean_the_same(tiny_config, drop):
     assert config.shift_label == model.shift_label
     assert config.pure_draft_prefix_len == model.pure_draft_prefix_len
     assert config.target_layer_ids == tuple(model.target_layer_ids)
+
+
+def test_rotary_frequencies_after_a_cast(tiny_config):
+    config = tiny_config(head_dim=128, rope_theta=1e6)
+    theirs = DominoDraftModel.config_class.from_dict(config.to_dict())
+    model = AutoDraftModel.from_config(theirs, torch_dtype=torch.bfloat16)
+    exact = DominoDrafter(config).bfloat16()._inv_freq
+    assert exact.dtype == torch.float32 and model.rotary_emb.inv_freq.dtype == torch.bfloat16
+    close(DominoDraftModel(theirs).rotary_emb.inv_freq, exact, 1e-7)
+    assert (1000 * (model.rotary_emb.inv_freq.float() - exact)).abs().max() > 1
 
 
 def test_default_target_layers():
