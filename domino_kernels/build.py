@@ -48,6 +48,11 @@ def build_info() -> BuildInfo:
         built = None
     if built is None or util.find_spec("domino_kernels._C") is None:
         why = f"off: the extension is not built in {package}; run: pip install ."
+        if (package.parent / "setup.py").is_file():  # and not where `pip install .` puts it
+            why = (
+                f"off: {package} is the source folder, not built; for an installed package leave "
+                f"{package.parent}, to build here run: python setup.py build_ext --inplace"
+            )
         backends = {"cpu": why, "cuda": why, "triton": _triton()}
         return BuildInfo(__version__, "", str(package), "none", None, (), None, backends)
     minimum = None

@@ -11,7 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-import click
+try:
+    import click
+except ImportError as error:  # as console script or as module, without the extra
+    sys.exit(f"domino-draft: {error}; run in the checkout: pip install '.[train]'")
 
 
 class _Commands(click.Group):
