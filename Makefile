@@ -61,13 +61,14 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP)-torch: | $(PY)
-	$(PIP) install -q --upgrade pip
-	$(PIP) install -q "setuptools>=77" wheel pybind11 cmake ninja
-	if nvidia-smi >/dev/null 2>&1; then $(PIP) install -q torch; else \
+	@echo "Setting up $(VENV): build tools and Torch (minutes on a slow network)"
+	@$(PIP) install -q --upgrade pip
+	@$(PIP) install -q "setuptools>=77" wheel pybind11 cmake ninja
+	@if nvidia-smi >/dev/null 2>&1; then $(PIP) install -q torch; else \
 	  $(PIP) install -q "torch==$(TORCH_VERSION)+cpu" || \
 	  $(PIP) install -q "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX) || \
 	  $(PIP) install -q "torch>=2.8"; fi
-	touch $@
+	@touch $@
 
 # Never beside the package: their dependencies pin another Torch.
 $(STAMP)-reference: tests/reference-requirements.txt | $(PY)
@@ -77,6 +78,7 @@ $(STAMP)-reference: tests/reference-requirements.txt | $(PY)
 # With the packages of an extra. Editable: a change in Python needs no step, one in csrc compiles
 # what changed.
 $(STAMP)-built-%: $(STAMP)-torch pyproject.toml $(NATIVE)
-	$(PIP) install -q --no-build-isolation -e '.[$*]'
-	$(PY) -c "import domino_kernels as k; print(k.build_info())"
-	touch $@
+	@echo "Compiling the extension and installing the packages of [$*] (about a minute on two idle cores)"
+	@PYTHONWARNINGS="ignore:Editable installation" $(PIP) install -q --no-build-isolation -e '.[$*]'
+	@$(PY) -c "import domino_kernels as k; print(k.build_info())"
+	@touch $@

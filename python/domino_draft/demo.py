@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -76,11 +77,11 @@ def run(
     """
     console = console or Console()
     started = time.perf_counter()
-    with console.status("Importing Torch and Transformers"):
+    with _busy(console, "Importing Torch and Transformers"):
         import torch
 
         from .loading import load_drafter, load_target
-    with console.status("Preparing SmolLM2-135M-Instruct (a download and a conversion, once)"):
+    with _busy(console, "Preparing SmolLM2-135M-Instruct (a download and a conversion, once)"):
         target = load_target("smollm2", device, dtype)
     tool = load_drafter(drafter, target)
     if num_drafts is None and device == "cpu":
@@ -88,9 +89,10 @@ def run(
     drafts = num_drafts or tool.default_drafts
     console.print(
         f"SmolLM2-135M-Instruct, {dtype}, {device}, {torch.get_num_threads()} threads, "
-        f"{drafts} drafts a cycle; set-up took {time.perf_counter() - started:.0f} s.\n"
-        "Tokens that one cycle emitted share a colour.\n"
+        f"{drafts} drafts a cycle; set-up took {time.perf_counter() - started:.0f} s."
     )
+    if console.is_terminal:
+        console.print("Tokens that one cycle emitted share a colour.\n")
     rows = []
     for number, (domain, text) in enumerate(PROMPTS, 1):
         if time.perf_counter() - started > BUDGET:
@@ -101,6 +103,14 @@ def run(
     console.print(table(rows))
     console.print(f"In all {time.perf_counter() - started:.0f} s.")
     return not any(row.violations for row in rows)
+
+
+def _busy(console: Console, text: str):
+    """A spinner beside `text`; the text alone where the output is a file or a pipe."""
+    if console.is_terminal:
+        return console.status(text)
+    console.print(text)
+    return nullcontext()
 
 
 def _compare(console, target, tool, title, text, max_new_tokens, num_drafts) -> Row:
@@ -119,7 +129,13 @@ def _compare(console, target, tool, title, text, max_new_tokens, num_drafts) -> 
     )  # fmt: skip
     question = Text(text.strip(), style="dim")
     view = Group(question, Panel(answer, title=title, title_align="left"), progress)
-    with Live(view, console=console, refresh_per_second=8, vertical_overflow="visible"):
+    live = console.is_terminal
+    if live:
+        screen = Live(view, console=console, refresh_per_second=8, vertical_overflow="visible")
+    else:  # a file or a pipe: the same text, appended as it comes
+        screen = nullcontext()
+        console.print(Group(question, f"\n--- {title}"), highlight=False)
+    with screen:
         for name, drafter in (("with the drafter", tool), ("target alone", None)):
             task = progress.add_task(name, total=max_new_tokens, rate=0.0)
             chunks = stream(
@@ -135,9 +151,16 @@ def _compare(console, target, tool, title, text, max_new_tokens, num_drafts) -> 
                 if drafter is not None:
                     piece = decoder.push(chunk.tokens, last=chunk.finish is not None)
                     answer.append(piece, style=SHADES[index % 2])
+                    if not live:
+                        console.out(piece, end="", highlight=False)
                 rate = stats[name].tokens_per_second
                 progress.update(task, completed=len(outputs[name]), rate=rate)
             progress.update(task, total=len(outputs[name]))
+            if not live:
+                lead = "\n\n" if drafter is not None else ""
+                rate = stats[name].tokens_per_second
+                line = f"{lead}{name:16} {len(outputs[name])} tokens, {rate:.1f}/s"
+                console.out(line, highlight=False)
     console.print()
     ours, alone = outputs.values()
     found = None if ours == alone else greedy_report(target, prompt, ours)
@@ -157,8 +180,8 @@ def _compare(console, target, tool, title, text, max_new_tokens, num_drafts) -> 
 
 def table(rows: list[Row]) -> Table:
     """One line a domain and one for everything: ratios of sums."""
-    result = Table(title="SmolLM2-135M-Instruct with its drafter")
-    for name in ("prompts", "accepted length", "tokens/s", "alone tokens/s", "speed-up"):
+    result = Table(title="SmolLM2-135M-Instruct with its drafter, and alone (tokens/s)")
+    for name in ("prompts", "accepted length", "tokens/s", "alone", "speed-up"):
         result.add_column(name, justify="left" if name == "prompts" else "right")
     result.add_column("identical")
     domains = list(dict.fromkeys(row.domain for row in rows))
