@@ -1,4 +1,4 @@
-"""python -m bench SUITE [--json F] [--op NAME] [--batch N ...] [--check | --profile]"""
+"""python -m bench SUITE [--json F] [--op, --case, --model, --batch of it] [--check | --profile]"""
 
 import argparse
 import sys
@@ -12,6 +12,8 @@ def gate(case, device):
     """Runs every provider once on fresh operands; {provider: error text, '' where right}."""
     verdict = {}
     for name, fn in case.providers.items():
+        if device == "cpu" and name in case.gpu_only:
+            continue
         operands = case.make(0, device)
         try:
             case.check(operands, fn(*operands))
@@ -39,6 +41,7 @@ def main():
     parser.add_argument("--json", metavar="F", help="write the run as JSON")
     parser.add_argument("--op", help="this op only")
     parser.add_argument("--case", help="this case only")
+    parser.add_argument("--model", help="the shapes of this model only")
     parser.add_argument("--batch", type=int, nargs="*", help="these batch sizes only")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="the correctness gate alone, no timing")
@@ -48,8 +51,10 @@ def main():
     chosen = [
         case
         for case in registry.cases(options.suite)
-        if (not options.op or case.op == options.op)
+        if (not options.profile or "ours" in case.providers)
+        and (not options.op or case.op == options.op)
         and (not options.case or case.case == options.case)
+        and (not options.model or case.params["model"] == options.model)
         and (not options.batch or case.batch in options.batch)
     ]
     if not chosen:
@@ -73,11 +78,11 @@ def main():
             failed |= any(verdict.values())
             for name, error in verdict.items():
                 if error or options.check:
-                    print(f"{case.op} {case.case} batch {case.batch} {name}: {error or 'ok'}")
+                    print(f"{report.label(case, name)}: {error or 'ok'}", flush=True)
             if options.check:
                 continue
             right = {name: fn for name, fn in case.providers.items() if not verdict[name]}
-            times = timer.measure(right, timing.Rotation(case))
+            times = timer.measure(right, timing.Rotation(case), case.eager)
             for name in case.providers:
                 row = report.row(case, name, times.get(name, {}), name in right)
                 run["rows"].append(row)

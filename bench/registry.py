@@ -20,6 +20,9 @@ class Case:
     check(operands, results): raises AssertionError where the result of a provider is wrong. It runs
     once a provider before any timing: no figure without a right answer.
     bytes: what the op has to move at least, each operand once.
+    params, provider_params: what a row says of its case, and of its provider besides.
+    eager: providers that are timed as the host launches them; the others are captured in graphs.
+    gpu_only: providers that cannot run without a GPU; the gate leaves them out on a CPU.
     """
 
     op: str
@@ -31,6 +34,9 @@ class Case:
     check: Callable
     bytes: int
     params: dict = field(default_factory=dict)
+    provider_params: dict[str, dict] = field(default_factory=dict)
+    eager: tuple[str, ...] = ()
+    gpu_only: tuple[str, ...] = ()
 
 
 def cases(suite: str) -> Iterator[Case]:

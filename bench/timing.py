@@ -8,6 +8,9 @@ written before each replay as well, so no call finds its operands in the cache. 
 behind a sleeping kernel: otherwise the pair would time the host's launch. Providers alternate
 within each repeat, so that clocks drift over all of them alike. t(graph of one) is reported by
 itself as us_single; it holds the launch of a graph, which reads 11-17 us on an empty one.
+
+A provider that a case calls eager is timed as the host launches it, N calls and one call alike,
+with nothing queued ahead: its time is the host's wherever that is the slower of the two.
 """
 
 import math
@@ -48,35 +51,46 @@ def capture(fn, rotation, calls):
     with torch.cuda.graph(graph):
         for i in range(calls):
             fn(*rotation[i])
-    return graph
+    return graph.replay
+
+
+def launches(fn, rotation, calls):
+    def replay():
+        for i in range(calls):
+            fn(*rotation[i])
+
+    return replay
 
 
 class Timer:
     def __init__(self):
         self.flush_buffer = torch.empty(4 * l2_bytes(), dtype=torch.uint8, device="cuda")
 
-    def once(self, replay):
-        """Milliseconds of one replay, cold cache, host launch hidden."""
+    def once(self, replay, hide_launch=True):
+        """Milliseconds of one replay, cold cache."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush_buffer.zero_()
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        if hide_launch:
+            torch.cuda._sleep(_SLEEP_CYCLES)
+        else:
+            torch.cuda.synchronize()
         start.record()
         replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
 
-    def measure(self, providers, rotation):
+    def measure(self, providers, rotation, eager=()):
         """{provider: {"us_p20", "us_p50", "us_p80", "us_single"}}, providers interleaved."""
         n = rotation.calls
-        graphs = {
-            name: (capture(fn, rotation, n), capture(fn, rotation, 1))
-            for name, fn in providers.items()
-        }
-        times = {name: [] for name in graphs}
+        runs = {}
+        for name, fn in providers.items():
+            make = launches if name in eager else capture
+            runs[name] = make(fn, rotation, n), make(fn, rotation, 1), name not in eager
+        times = {name: [] for name in runs}
         for repeat in range(REPEATS + 3):
-            for name, (many, one) in graphs.items():
-                pair = self.once(many.replay), self.once(one.replay)
+            for name, (many, one, hide) in runs.items():
+                pair = self.once(many, hide), self.once(one, hide)
                 if repeat >= 3:  # the first ones warm clocks and page tables
                     times[name].append(pair)
         return {name: summary(pairs, n) for name, pairs in times.items()}

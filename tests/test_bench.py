@@ -18,17 +18,21 @@ CASES = [case for suite in registry.SUITES for case in registry.cases(suite)]
 def test_cases_are_told_apart():
     keys = [(c.op, c.case, c.batch, json.dumps([c.params, c.shape])) for c in CASES]
     assert len(set(keys)) == len(keys) > 0
-    assert all("ours" in case.providers and case.bytes > 0 for case in CASES)
+    assert all(case.providers and case.bytes > 0 for case in CASES)
+    for case in CASES:
+        named = {*case.provider_params, *case.eager, *case.gpu_only}
+        assert ("ours" in case.providers or case.case == "pool") and named <= {*case.providers}
 
 
 def smallest(op):
-    return min((case for case in CASES if case.op == op), key=lambda case: case.bytes)
+    cases = (case for case in CASES if case.op == op and "ours" in case.providers)
+    return min(cases, key=lambda case: case.bytes)
 
 
 @pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
 def test_gate_passes_the_right_and_stops_the_wrong(op):
     case = smallest(op)
-    assert gate(case, "cpu") == {name: "" for name in case.providers}
+    assert gate(case, "cpu") == {n: "" for n in case.providers if n not in case.gpu_only}
     wrong = dataclasses.replace(
         case, providers={"wrong": lambda *operands: case.providers["ours"](*case.make(1, "cpu"))}
     )
@@ -46,7 +50,9 @@ def test_time_of_a_call():
 
 def test_json_of_a_run(tmp_path):
     times = {"us_p20": 1.0, "us_p50": 2.0, "us_p80": 3.0, "us_single": 14.0}
-    row = report.row(CASES[0], "ours", times, True)
+    case = dataclasses.replace(CASES[0], provider_params={"peer": {"table": True}})
+    assert report.row(case, "peer", times, True)["params"] == case.params | {"table": True}
+    row = report.row(case, "ours", times, True)
     wanted = ["op", "case", "params", "shape", "batch", "provider", *times, "bytes", "ok"]
     assert list(row) == wanted
     report.write({"rows": [row]}, tmp_path / "run.json")

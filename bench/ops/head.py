@@ -4,8 +4,10 @@ import torch
 from torch.nn import functional
 
 import domino_kernels
+from bench.ops.head_inputs import drawer, planted_block
+from bench.peers import head as peers
+from bench.peers.head import DRAFTS
 from bench.registry import Case
-from domino_kernels import HeadWeights
 from domino_kernels.reference.head import gru_step as reference_gru_step
 from domino_kernels.testing import assert_error_rule, to_numpy
 
@@ -15,18 +17,12 @@ MODELS = {
     "qwen3-4b": {"H": 2560, "G": 1024, "R": 256, "V": 151936},
     "qwen3-8b": {"H": 4096, "G": 1024, "R": 256, "V": 151936},
 }
-BATCHES = (1, 4, 16, 64)
-DRAFTS, SLOTS = 15, 16
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+SLOTS = 16
 DTYPE = torch.bfloat16
-
-
-def drawer(seed, device):
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*size, scale=1.0):
-        return torch.randn(size, generator=generator, device=device, dtype=DTYPE).mul_(scale)
-
-    return draw
+POOL = 2048
+# model, batch and restarts: one winner outside the pool, and all of them
+OUTSIDE = [("qwen3-8b", batch, restarts) for batch in (1, 8, 64) for restarts in (1, DRAFTS - 1)]
 
 
 def gru_step_case(model, batch):
@@ -63,20 +59,22 @@ def gru_step_case(model, batch):
     )
 
 
-def torch_draft_chain(base, hidden, anchor, weights):
-    """The loop in eager Torch, the part that needs no token hoisted: the peer."""
-    from_hidden = functional.linear(hidden, weights.w1[:, : hidden.size(-1)])
-    w1_state = weights.w1[:, hidden.size(-1) :]
-    state, token, tokens = hidden.new_zeros(len(anchor), weights.gru_size), anchor, []
-    for slot in range(DRAFTS):
-        state = torch.gru_cell(weights.embedding[token], state, weights.w_ih, weights.w_hh)
-        scores = base[:, slot]
-        if slot > 0:
-            low_rank = functional.silu(from_hidden[:, slot] + functional.linear(state, w1_state))
-            scores = scores + functional.linear(low_rank, weights.w2)
-        token = scores.argmax(-1)
-        tokens.append(token)
-    return torch.stack(tokens, 1)
+def triton_table(*operands):
+    from bench.peers.head_triton import full_table
+
+    return full_table(*operands)
+
+
+# provider -> (function, what its rows say besides the case's params)
+EXACT = {
+    "eager": (peers.full, {}),
+    "graph": (peers.full, {}),
+    "compile": (peers.compiled, {}),
+    "compile-table": (peers.compiled_table, {"table": True}),
+    "cudnn": (peers.cudnn, {}),
+    "triton-table": (triton_table, {"table": True}),
+}
+POOLED = {"graph-pool": (peers.pool, {"M": POOL})}
 
 
 def assert_winners(tokens, base, hidden, anchor, weights):
@@ -99,48 +97,61 @@ def assert_winners(tokens, base, hidden, anchor, weights):
         assert (behind <= bound).all(), f"slot {slot}: {behind.max():.3f} behind the winner"
 
 
-def draft_chain_case(model, batch):
+def check_draft_chain(operands, tokens):
+    block = operands[:4]
+    assert_winners(tokens, *block)
+    wrong = int((tokens != operands[-1]).sum())
+    assert wrong == 0, f"{wrong} of {tokens.numel()} ids are not the planted winners"
+
+
+def draft_chain_case(model, batch, case="exact", restarts=0):
     shape = MODELS[model]
     hidden, units, rank, vocab = shape.values()
+    rivals = EXACT if case == "exact" else POOLED
 
     def make(seed, device):
-        draw = drawer(seed, device)
-        weights = HeadWeights(
-            w_ih=draw(3 * units, hidden, scale=2 * hidden**-0.5),
-            w_hh=draw(3 * units, units, scale=2 * units**-0.5),
-            w1=draw(rank, hidden + units, scale=2 * (hidden + units) ** -0.5),
-            w2=draw(vocab, rank, scale=3 * rank**-0.5),
-            embedding=draw(vocab, hidden),
+        block = planted_block(
+            shape, batch, seed, device, restarts=restarts, slots=SLOTS, dtype=DTYPE
         )
-        anchor = torch.arange(batch, device=device) * 7 % vocab
         tokens = torch.empty(batch, DRAFTS, dtype=torch.int64, device=device)
         scores = torch.empty(batch, DRAFTS, device=device)
-        workspace = domino_kernels.draft_chain_workspace(batch, DRAFTS, weights)
-        base = draw(batch, SLOTS, vocab, scale=2.0)
-        return base, draw(batch, SLOTS, hidden), anchor, weights, tokens, scores, workspace
+        workspace = domino_kernels.draft_chain_workspace(batch, DRAFTS, block.weights)
+        prepared = peers.prepare(block.weights)
+        return *block[:4], prepared, tokens, scores, workspace, block.planted
 
-    def ours(base, hidden, anchor, weights, tokens, scores, workspace):
+    def ours(base, hidden, anchor, weights, prepared, tokens, scores, workspace, planted):
         return domino_kernels.draft_chain_out(
             base, hidden, anchor, weights, out=tokens, scores=scores, workspace=workspace
         )
 
+    providers = {"ours": ours} if case == "exact" else {}
+    for name, (peer, _) in rivals.items():
+        providers[name] = lambda *operands, peer=peer: peer(*operands[:5])
     head = 3 * units * (hidden + units) + rank * (hidden + units) + vocab * rank
     rows = batch * DRAFTS * (vocab + 2 * hidden)  # base logits, hidden row, embedding row
+    if case == "pool":  # the base logits are read all the same; of W2 the pool's rows
+        head -= max(0, vocab - batch * POOL) * rank
     return Case(
         op="draft_chain",
-        case="full",
-        params={"model": model, "num_drafts": DRAFTS},
+        case=case,
+        params={"model": model, "num_drafts": DRAFTS, "data": "planted", "restarts": restarts},
+        provider_params={name: more for name, (_, more) in rivals.items() if more},
         shape=shape,
         batch=batch,
         make=make,
-        providers={"ours": ours, "torch": lambda *operands: torch_draft_chain(*operands[:4])},
-        check=lambda operands, tokens: assert_winners(tokens, *operands[:4]),
+        providers=providers,
+        eager=tuple({"eager"} & rivals.keys()),
+        gpu_only=tuple({"triton-table"} & rivals.keys()),
+        check=check_draft_chain,
         bytes=(head + rows) * DTYPE.itemsize,
     )
 
 
 def cases():
-    for case in (gru_step_case, draft_chain_case):
-        for model in MODELS:
-            for batch in BATCHES:
-                yield case(model, batch)
+    for model in MODELS:
+        for batch in BATCHES:
+            yield gru_step_case(model, batch)
+            yield draft_chain_case(model, batch)
+            yield draft_chain_case(model, batch, case="pool")
+    for model, batch, restarts in OUTSIDE:
+        yield draft_chain_case(model, batch, restarts=restarts)
