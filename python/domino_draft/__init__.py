@@ -20,6 +20,8 @@ _EXPORTS = {
     "Batch": "drafter",
     "Drafter": "drafter",
     "DraftSession": "drafter",
+    "Engine": "engine",
+    "Chunk": "engine",
     "GenerateResult": "decode",
     "Stats": "decode",
     "generate": "decode",

@@ -1,0 +1,312 @@
+"""The engine: requests come and go, and none notices the others."""
+
+import random
+
+import pytest
+import torch
+from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, generate
+
+from .conftest import tiny_model
+from .test_decode import Oracle, assert_own_text, drafters, own_text
+
+LENGTH = 64
+KINDS = ["none", "oracle", "ngram", "domino", "domino-plain", "sliding"]
+
+
+class SlotOracle(Oracle):
+    """An oracle for rows that change place, with texts by request."""
+
+    def begin_slots(self, target, rows, max_length):
+        self.starts = {}
+        return self
+
+    def commit(self, features, counts, host_counts, first=0):
+        super().commit(features, counts, host_counts)
+
+    def propose(self, batch, num_drafts):
+        self.rows = batch.requests
+        for row, tokens in zip(batch.requests, batch.tokens):
+            self.starts.setdefault(row, len(tokens) - 1)  # the prompt's forward gave one token
+        return super().propose(batch, num_drafts)
+
+    def select(self, rows):
+        pass
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target(tiny_model("Qwen3"))
+
+
+def some_requests(count, seed):
+    """(prompt, max_new_tokens, settings): lengths, limits, laws and stops of all kinds."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        prompt = [rng.randrange(61) for _ in range(rng.choice((1, 2, 5, 9, 17)))]
+        settings = {"temperature": rng.choice((0.0, 0.7, 1.2)), "seed": rng.randrange(1 << 40)}
+        if number % 3 == 2:
+            settings["stop_token_ids"] = [rng.randrange(61) for _ in range(4)]
+        found.append((prompt, rng.choice((1, 3, 8, 20)), settings))
+    return found
+
+
+def make_drafter(kind, tiny_config, device="cpu"):
+    if kind == "ngram":
+        return NgramDrafter()
+    if kind == "oracle":
+        return SlotOracle({})
+    drafter = drafters(tiny_config, [])[kind]
+    return drafter.to(device) if isinstance(drafter, DominoDrafter) else drafter
+
+
+def collect(chunks, texts, finish):
+    for chunk in chunks:
+        assert chunk.request not in finish  # nothing comes after the last chunk
+        assert chunk.accepted is None or chunk.accepted >= len(chunk.tokens)
+        texts.setdefault(chunk.request, []).extend(chunk.tokens)
+        if chunk.finish:
+            finish[chunk.request] = chunk.finish
+
+
+def check_arrivals(target, drafter):
+    """Ten requests in three rows, two added a step: each text is the target's own."""
+    requests = [(prompt, limit) for prompt, limit, _ in some_requests(10, seed=0)]
+    wanted = [own_text(target.model, prompt, limit) for prompt, limit in requests]
+    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH)
+    texts, finish, steps, most = {}, {}, 0, 0
+    while len(finish) < len(wanted):
+        for request in requests[2 * steps : 2 * steps + 2]:
+            number = engine.add(*request)
+            if isinstance(drafter, Oracle):
+                drafter.texts[number] = wanted[number]
+        collect(engine.step(), texts, finish)
+        most = max(most, engine.num_running)
+        steps += 1
+    assert most == 3 and not engine.num_running and not engine.num_waiting
+    assert engine.step() == [] and set(finish.values()) == {"length"}
+    got = [texts[number] for number in range(len(wanted))]
+    assert_own_text(target, [prompt for prompt, _ in requests], got, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_requests_that_come_and_go(target, tiny_config, kind):
+    check_arrivals(target, make_drafter(kind, tiny_config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_requests_on_cuda(tiny_config, kind):
+    target = Target(tiny_model("Qwen3").cuda())
+    check_arrivals(target, make_drafter(kind, tiny_config, "cuda"))
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "domino"])
+def test_soak(target, tiny_config, kind):
+    """Random arrivals, laws, stops and cancellations: what `generate` gives for each alone."""
+    drafter, count, rng = make_drafter(kind, tiny_config), 40, random.Random(5)
+    requests = some_requests(count, seed=1)
+    engine = Engine(target, drafter, max_batch=4, max_length=LENGTH)
+    texts, finish, added, cancelled = {}, {}, 0, set()
+    while added < count or engine.num_running or engine.num_waiting:
+        while added < count and rng.random() < 0.4:
+            prompt, limit, settings = requests[added]
+            assert engine.add(prompt, limit, **settings) == added
+            added += 1
+        collect(engine.step(), texts, finish)
+        live = [n for n in range(added) if n not in finish and n not in cancelled]
+        if live and rng.random() < 0.15:
+            victim = rng.choice(live)
+            assert engine.cancel(victim)
+            cancelled.add(victim)
+    running = {n for n in cancelled if n in texts}
+    assert running and cancelled - running and len(finish) + len(cancelled) == count
+    assert not any(engine.cancel(n) for n in (*cancelled, *finish, count))
+    for number, (prompt, limit, settings) in enumerate(requests):
+        done = generate(target, drafter, [prompt], max_new_tokens=limit, **settings)
+        text, got = done.sequences[0], texts.get(number, [])
+        if number in cancelled:
+            assert got == text[: len(got)] and number not in finish
+        else:
+            assert (got, finish[number]) == (text, done.finish[0])
+    assert {"stop", "length"} == set(finish.values())
+
+
+def test_what_cannot_work_is_refused_and_the_others_go_on(target):
+    engine = Engine(target, max_batch=2, max_length=12)
+    engine.add([5, 17], 8)
+    engine.step()
+
+    def refused(error, message, prompt=(1, 2), new=4, **settings):
+        with pytest.raises(error, match=message):
+            engine.add(prompt, new, **settings)
+
+    refused(ValueError, "add: prompt: got no tokens", [])
+    refused(ValueError, "add: prompt: got token 61, expected 0..60", [61])
+    refused(TypeError, "add: prompt: got a string", "text")
+    refused(ValueError, "got 2 tokens and max_new_tokens 11, expected at most 12", new=11)
+    refused(ValueError, "add: max_new_tokens: got 0", new=0)
+    refused(ValueError, "add: temperature: got nan", temperature=float("nan"))
+    refused(ValueError, "add: seed: got 9223372036854775808", seed=1 << 63)
+    engine.add([3], 11)
+    texts, finish = {}, {}
+    collect(engine, texts, finish)
+    assert finish == {0: "length", 1: "length"}
+    assert texts[1] == own_text(target.model, [3], 11)
+
+
+def test_settings_out_of_range(target, tiny_config):
+    def refused(message, drafter=None, **settings):
+        with pytest.raises(ValueError, match=message):
+            Engine(target, drafter, **({"max_batch": 1, "max_length": 8} | settings))
+
+    refused("Engine: max_batch: got 0", max_batch=0)
+    refused("Engine: max_length: got 0", max_length=0)
+    refused("Engine: max_length: got 257, expected at most 256", max_length=257)
+    refused("Engine: prefill_tokens: got 0", prefill_tokens=0)
+    refused("Engine: num_drafts: got 3 and no drafter", num_drafts=3)
+    refused("check_target: vocab_size", DominoDrafter(tiny_config(vocab_size=64)))
+    with pytest.raises(TypeError, match="drafter: got a Oracle, expected a DominoDrafter"):
+        Engine(target, Oracle([]), max_batch=1, max_length=8)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kind", ["none", "domino"])
+def test_unusable_logits_end_their_own_request(tiny_config, kind, place):
+    """A token is NaN: its request fails, and leaves nothing that the next in its row could meet.
+
+    Of three rows the first fails, and the last takes its place; or the last, and a short request
+    joins there, beside rows that reach over the remains.
+    """
+    target = Target(tiny_model("Llama"))
+    drafter = make_drafter(kind, tiny_config)
+    requests = [([5, 17, 3], 20), ([12, 30, 4], 20), ([1], 12)]
+    wanted = [own_text(target.model, *request) for request in requests]
+    unseen = set(range(61)).difference([9], *wanted, *(prompt for prompt, _ in requests))
+    bad = unseen.pop()
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[bad] = float("nan")
+    requests.insert(place, ([9, bad] + [9] * 20, 5))
+    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH)
+    for request in requests:
+        engine.add(*request)
+    texts, finish = {}, {}
+    for chunk in engine:
+        collect([chunk], texts, finish)
+        if chunk.request == place:
+            assert chunk.finish == "error"
+            assert f"target logits of request {place}: got NaN" in str(chunk.error)
+        else:
+            assert chunk.error is None
+    assert texts.pop(place) == []
+    assert [texts[number] for number in sorted(texts)] == wanted
+
+
+def test_a_prompt_without_memory_fails_alone(target, monkeypatch):
+    forward = target.forward
+
+    def limited(ids, *args, **kwargs):
+        if ids.shape[1] > 12:
+            raise torch.OutOfMemoryError("this GPU is full")
+        return forward(ids, *args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", limited)
+    engine = Engine(target, max_batch=4, max_length=LENGTH)
+    requests = [([5, 17], 9), ([7] * 13, 9), ([3, 3, 3], 9)]
+    for request in requests:
+        engine.add(*request)
+    chunks = list(engine)
+    (error,) = [chunk for chunk in chunks if chunk.error is not None]
+    assert error.request == 1 and isinstance(error.error, torch.OutOfMemoryError)
+    assert "prompt of 13 tokens" in str(error.error) and "this GPU is full" in str(error.error)
+    texts, finish = {}, {}
+    collect(chunks, texts, finish)
+    assert finish == {0: "length", 1: "error", 2: "length"}
+    for number in (0, 2):
+        assert texts[number] == own_text(target.model, *requests[number])
+
+
+@pytest.mark.parametrize("at", ["forward", "context_kv"])
+def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at):
+    """Before the target's forward of a cycle or a prefill, and in the drafter's part after it."""
+    drafter = make_drafter("domino", tiny_config)
+    engine = Engine(target, drafter, max_batch=2, max_length=LENGTH)
+    owner = target if at == "forward" else drafter
+    inner, calls, failures = getattr(owner, at), [0], 0
+
+    def failing(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] % 3 == 1:
+            raise RuntimeError("once")
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(owner, at, failing)
+    requests = [([5, 17, 3], 12), ([40, 2, 8, 33, 21], 12), ([1], 12)]
+    for request in requests:
+        engine.add(*request)
+    texts, finish = {}, {}
+    while len(finish) < 3:
+        try:
+            chunks = engine.step()
+        except RuntimeError:
+            failures += 1
+            continue
+        collect(chunks, texts, finish)
+    assert failures > 4
+    monkeypatch.undo()
+    for number, request in enumerate(requests):
+        assert texts[number] == own_text(target.model, *request)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3-sliding"])
+@pytest.mark.parametrize("kind", ["none", "domino", "sliding"])
+def test_long_prompts_in_pieces(tiny_config, monkeypatch, family, kind):
+    """No forward over more than prefill_tokens, and nothing else changes, drafts included."""
+    sliding = dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)
+    name, _, window = family.partition("-")
+    target = Target(tiny_model(name, **(sliding if window else {})))
+    drafter = make_drafter(kind, tiny_config)
+    prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (40, 3, 33, 5, 8)]
+    whole = [generate(target, drafter, [p], max_new_tokens=9) for p in prompts]
+    sizes, forward = [], target.forward
+
+    def counted(ids, *args, keep=None, **kwargs):
+        if keep is not None:
+            sizes.append(ids.numel())
+        return forward(ids, *args, keep=keep, **kwargs)
+
+    monkeypatch.setattr(target, "forward", counted)
+    engine = Engine(target, drafter, max_batch=5, max_length=LENGTH, prefill_tokens=16)
+    for prompt in prompts:
+        engine.add(prompt, 9)
+    texts, finish, accepted = {}, {}, {}
+    for chunk in engine:
+        collect([chunk], texts, finish)
+        if chunk.accepted:
+            accepted.setdefault(chunk.request, []).append(chunk.accepted)
+    assert sizes == [16, 16, 8, 3, 16, 16, 1, 16]  # the last is two prompts together
+    for number, done in enumerate(whole):
+        assert texts[number] == done.sequences[0]
+        assert accepted[number] == done.stats.accepted[0]
+
+
+def test_arrivals_do_not_starve_what_runs(target):
+    engine = Engine(target, max_batch=4, max_length=LENGTH)
+    number, got = engine.add([5], 30), 0
+    for _ in range(20):
+        engine.add([3], 1)
+        got += sum(len(chunk.tokens) for chunk in engine.step() if chunk.request == number)
+    assert got >= 10
+
+
+def test_requests_may_be_added_and_cancelled_while_iterating(target):
+    engine = Engine(target, max_batch=1, max_length=LENGTH)
+    engine.add([5, 17], 30)
+    texts, finish = {}, {}
+    for chunk in engine:
+        collect([chunk], texts, finish)
+        if len(texts[0]) == 4 and chunk.request == 0:
+            engine.add([1], 6)
+            engine.cancel(0)
+    assert finish == {1: "length"} and len(texts[0]) == 4
+    assert texts[1] == own_text(target.model, [1], 6)
