@@ -26,6 +26,8 @@ _EXPORTS = {
     "Stats": "decode",
     "generate": "decode",
     "stream": "decode",
+    "Memory": "memory",
+    "estimate_memory": "memory",
     "NgramDrafter": "ngram",
     "GreedyReport": "losslessness",
     "greedy_report": "losslessness",

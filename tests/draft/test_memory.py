@@ -1,0 +1,80 @@
+"""estimate_memory against the tensors that an engine really makes."""
+
+import pytest
+import torch
+from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, estimate_memory
+
+from .conftest import tiny_model
+
+BATCH, LENGTH = 3, 40
+
+
+def held(cache):
+    return sum(x.nbytes for pair in cache._buffers.values() for x in pair)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "shift", "plain", "dflash"])
+def test_every_figure_is_a_tensors_size(tiny_config, monkeypatch, kind, tied):
+    target = Target(tiny_model("Qwen3", tie_word_embeddings=tied).to(torch.bfloat16))
+    drafter = {
+        "none": lambda: None,
+        "ngram": NgramDrafter,
+        "shift": lambda: DominoDrafter(tiny_config()),
+        "plain": lambda: DominoDrafter(tiny_config(shift_label=False, block_size=6)),
+        "dflash": lambda: DominoDrafter(tiny_config(projector_type="dflash")),
+    }[kind]()
+    settings = {"prefill_tokens": 30} | ({"num_drafts": 3} if drafter is not None else {})
+    if isinstance(drafter, DominoDrafter):
+        drafter.to(torch.bfloat16)
+    found = estimate_memory(target, drafter, BATCH, LENGTH, **settings)
+
+    forwards, heads, forward, lm_head = [], [], target.forward, target.lm_head
+
+    def seen(*args, **kwargs):
+        forwards.append(forward(*args, **kwargs))
+        return forwards[-1]
+
+    def head(hidden):
+        logits = lm_head(hidden)
+        heads.append(logits.nbytes)
+        return logits
+
+    monkeypatch.setattr(target, "forward", seen)
+    monkeypatch.setattr(target, "lm_head", head)
+    engine = Engine(target, drafter, max_batch=BATCH, max_length=LENGTH, **settings)
+    for _ in range(BATCH):
+        engine.add([5] * 30, 10, stop_token_ids=())
+    while engine.num_waiting or engine.num_running < BATCH:
+        engine.step()
+    forwards.clear()
+    heads.clear()
+    engine.step()
+    cycle = forwards[-1][0].nbytes + max(heads, default=0)
+    wide = forwards[-1][1]
+    per_token = 0 if wide is None else wide.shape[2] * wide.itemsize
+
+    assert found.target_cache == held(engine.cache)
+    assert found.logits == cycle
+    assert found.features == 2 * 30 * per_token
+    model = (*target.model.parameters(), *target.model.buffers())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model}
+    assert found.target_weights == sum(storages.values())
+    if isinstance(drafter, DominoDrafter):
+        assert found.drafter_cache == held(engine.session.cache)
+        assert found.drafter_weights == sum(t.nbytes for t in drafter.state_dict().values())
+    else:
+        assert found.drafter_cache == found.drafter_weights == 0
+    parts = (found.target_weights, found.drafter_weights, found.target_cache, found.drafter_cache)
+    assert found.total == sum(parts) + found.logits + found.features
+    assert "target cache" in str(found) and "MB" in str(found)
+
+
+def test_more_rows_and_positions_cost_in_proportion(tiny_config):
+    target, drafter = Target(tiny_model("Llama")), DominoDrafter(tiny_config())
+    one, two = (estimate_memory(target, drafter, batch, 100) for batch in (1, 2))
+    assert two.target_cache == 2 * one.target_cache and two.logits == 2 * one.logits
+    assert two.target_weights == one.target_weights
+    longer = estimate_memory(target, drafter, 1, 200)
+    # 2 tensors, 4 layers, 2 heads of 8, fp32
+    assert longer.target_cache - one.target_cache == 100 * 2 * 4 * 2 * 8 * 4
