@@ -53,6 +53,18 @@ _MACHINE = _options(
     ),
     click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads of Torch."),
 )
+_DRAFTER = click.option(
+    "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
+)
+_DRAFTERS = click.option(
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K]",
+    help="Folder, shipped or ngram; its name in the report; its drafts a cycle. Repeatable.",
+)  # fmt: skip
+_SAMPLING = _options(
+    click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
+    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True),
+    click.option("--seed", type=int, default=0, show_default=True),
+)
 _NUM_DRAFTS = click.option(
     "--num-drafts", type=click.IntRange(1), default=None, help="Proposals a cycle."
 )
@@ -77,13 +89,9 @@ def main() -> None:
 @click.argument("prompt", required=False)
 @click.option("--file", type=click.Path(exists=True, dir_okay=False), help="One prompt a line.")
 @_TARGET
-@click.option(
-    "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
-)
+@_DRAFTER
 @click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
-@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@_SAMPLING
 @_NUM_DRAFTS
 @_MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
@@ -115,29 +123,35 @@ def generate(
         finish[chunk.row] = chunk.finish
         if live:
             click.echo(piece, nl=False)
-    figures = {
-        "tokens": stats.tokens,
-        "cycles": stats.cycles,
-        "accepted_length": round(stats.accepted_length, 4),
-        "seconds": round(stats.seconds, 4),
-        "tokens_per_second": round(stats.tokens_per_second, 2),
-    }
     if as_json:
         rows = [
             {"prompt": p, "text": t, "tokens": o, "finish": f}
             for p, t, o, f in zip(prompts, texts, outputs, finish)
         ]
-        click.echo(json.dumps({"outputs": rows, "stats": figures}))
+        click.echo(json.dumps({"outputs": rows, "stats": _figures(stats)}))
         return
     if not live:
         for number, text in enumerate(texts):
             click.echo(f"--- {number}\n{text}")
     else:
         click.echo()
-    click.echo(
+    click.echo(_stats_line(stats), err=True)
+
+
+def _figures(stats) -> dict[str, float]:
+    return {
+        "tokens": stats.tokens,
+        "cycles": stats.cycles,
+        "accepted_length": round(stats.accepted_length, 4),
+        "seconds": round(stats.seconds, 4),
+        "tokens_per_second": round(stats.tokens_per_second, 2),
+    }
+
+
+def _stats_line(stats) -> str:
+    return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
-        f"accepted length {stats.accepted_length:.2f}",
-        err=True,
+        f"accepted length {stats.accepted_length:.2f}"
     )
 
 
@@ -164,15 +178,130 @@ def _encode(tokenizer, text: str, chat: bool) -> list[int]:
 
 
 @main.command()
+@_TARGET
+@_DRAFTER
+@click.option("--system", help="A system turn, in place of the template's own.")
+@_SAMPLING
+@_NUM_DRAFTS
+@_MACHINE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a turn instead of text.")
+def chat(target, drafter, system, as_json, device, dtype, threads, **settings):
+    """Talk to the target; answers are streamed, with a line of figures after each.
+
+    At a terminal /reset forgets the conversation, /exit or the end of input leaves, and Ctrl-C
+    breaks an answer off. From a pipe every line is a turn.
+    """
+    from .chat import Chat
+    from .loading import load_drafter, load_target
+
+    model = load_target(target, *_machine(device, dtype, threads))
+    talk = Chat(model, load_drafter(drafter, model), system=system, **settings)
+    terminal = sys.stdin.isatty()
+    for text in _user_turns(terminal):
+        if text == "/exit":
+            break
+        if text == "/reset":
+            talk.reset()
+            continue
+        try:
+            pieces = talk.answer(text)
+        except ValueError as error:
+            if not terminal:
+                raise
+            click.echo(f"{error}\n/reset forgets the conversation so far.", err=True)
+            continue
+        try:
+            for piece in pieces:
+                if not as_json:
+                    click.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            pieces.close()
+        if as_json:
+            figures = _figures(talk.stats) | {"context": talk.context}
+            said = {"user": text, "assistant": talk.turns[-1]["content"], "stats": figures}
+            click.echo(json.dumps(said))
+        else:
+            click.echo()
+            click.echo(f"{_stats_line(talk.stats)}, context {talk.context} tokens", err=True)
+
+
+def _user_turns(terminal: bool):
+    """The user's lines, blank ones left out, until the input ends."""
+    if not terminal:
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    try:
+        import readline  # noqa: F401  lines can be edited and recalled
+    except ImportError:
+        pass
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        if text:
+            yield text
+
+
+@main.command()
+@click.argument("prompts", type=click.Path(exists=True, dir_okay=False))
+@_TARGET
+@_DRAFTERS
+@click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
+@click.option("--limit", type=click.IntRange(1), help="Only this many prompts.")
+@click.option(
+    "--batch-size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,),
+    show_default=True, help="Requests at once. Repeatable.",
+)  # fmt: skip
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Median of.")
+@_SAMPLING
+@_NUM_DRAFTS
+@_MACHINE
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the report here.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False), help="Draw it (.png, .svg).")
+def bench(
+    prompts, target, drafters, chat, limit, num_drafts, json_file, plot_file, device, dtype,
+    threads, **settings,
+):  # fmt: skip
+    """Tokens/s and accepted length on PROMPTS, a JSONL file, with and without drafting.
+
+    A line has "text" (or "prompt"), "messages" or "ids". All are queued at once.
+    """
+    from rich.progress import Progress
+
+    from . import throughput
+    from .loading import load_target
+
+    if plot_file:
+        throughput.check_plot(plot_file)
+    model = load_target(target, *_machine(device, dtype, threads))
+    ids = throughput.load_prompts(prompts, model.tokenizer, chat, limit)
+    tools, asked = _load_drafters(drafters or ("shipped",), model, num_drafts)
+    with Progress(disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("runs", total=None)
+        report = throughput.measure(
+            model, tools, ids, num_drafts=asked,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **settings,
+        )  # fmt: skip
+    report["run"]["command"] = " ".join(["domino-draft", *sys.argv[1:]])
+    click.echo(throughput.markdown(report))
+    if json_file:
+        _write(Path(json_file), json.dumps(report) + "\n")
+    if plot_file:
+        throughput.plot(report, plot_file)
+
+
+@main.command()
 @click.option(
     "--prompts", required=True, type=click.Path(exists=True, dir_okay=False),
     help="JSONL with set, id, text, ids (see models/smollm2-135m-domino/prompts.py).",
 )  # fmt: skip
 @_TARGET
-@click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K]",
-    help="Folder, shipped or ngram; its name in the report; its drafts a cycle. Repeatable.",
-)  # fmt: skip
+@_DRAFTERS
 @click.option("--set", "sets", multiple=True, help="Only this set; may be given several times.")
 @click.option("--limit", type=click.IntRange(1), help="Prompts a set.")
 @click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
@@ -188,22 +317,11 @@ def evaluate(
     from rich.progress import Progress
 
     from . import evaluate as evaluation
-    from .loading import load_drafter, load_target
+    from .loading import load_target
 
     rows = evaluation.load_prompts(prompts, sets, limit)
     model = load_target(target, *_machine(**machine))
-    tools, asked, loaded = {}, {}, {}
-    for entry in drafters or ("shipped", "ngram"):
-        name, folder, drafts = _drafter_entry(entry)
-        if name in tools:
-            raise click.UsageError(f"two drafters are called {name!r}: use NAME=FOLDER")
-        if folder == "none":
-            raise click.UsageError("--drafter none: the target alone is always measured")
-        if folder not in loaded:
-            loaded[folder] = load_drafter(folder, model)
-        tools[name] = loaded[folder]
-        if drafts or num_drafts:
-            asked[name] = drafts or min(num_drafts, tools[name].max_drafts)
+    tools, asked = _load_drafters(drafters or ("shipped", "ngram"), model, num_drafts)
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("batches", total=None)
         report = evaluation.evaluate(
@@ -215,6 +333,25 @@ def evaluate(
     click.echo(evaluation.markdown(report))
     if json_file:
         _write(Path(json_file), json.dumps(report) + "\n")
+
+
+def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict[str, int]]:
+    """Drafters by their names in a report, and how many drafts those have been asked for."""
+    from .loading import load_drafter
+
+    tools, asked, loaded = {}, {}, {}
+    for entry in entries:
+        name, folder, drafts = _drafter_entry(entry)
+        if name in tools:
+            raise click.UsageError(f"two drafters are called {name!r}: use NAME=FOLDER")
+        if folder == "none":
+            raise click.UsageError("--drafter none: the target alone is always measured")
+        if folder not in loaded:
+            loaded[folder] = load_drafter(folder, model)
+        tools[name] = loaded[folder]
+        if drafts or num_drafts:
+            asked[name] = drafts or min(num_drafts, tools[name].max_drafts)
+    return tools, asked
 
 
 def _drafter_entry(entry: str) -> tuple[str, str, int | None]:

@@ -282,7 +282,7 @@ def evaluate(
         rows.append(row)
     names = dict.fromkeys(p.set for p in prompts)
     return {
-        "run": _environment(target)
+        "run": environment(target)
         | {
             "batch_size": batch_size,
             "max_new_tokens": max_new_tokens,
@@ -368,7 +368,8 @@ def _summary(rows, drafters, speed, near, resamples) -> dict[str, Any]:
     }
 
 
-def _environment(target: Target) -> dict[str, Any]:
+def environment(target: Target) -> dict[str, Any]:
+    """What a report says of the machine: date, device, threads, dtype, versions."""
     import torch
     import transformers
 

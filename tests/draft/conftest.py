@@ -1,7 +1,9 @@
 import pytest
 import torch
 import transformers
-from domino_draft import DominoConfig
+from domino_draft import DominoConfig, DominoDrafter
+
+from .tokens import chat_tokenizer
 
 torch.set_num_threads(1)
 
@@ -55,3 +57,20 @@ def tiny_model(family, **overrides):
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**(values | overrides))
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def folders(tmp_path, tokenizer, tiny_config):
+    """(target, drafter) folders of random tiny models."""
+    size = len(tokenizer)
+    model = tiny_model("Llama", vocab_size=size)
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    torch.manual_seed(0)
+    DominoDrafter(tiny_config(vocab_size=size)).save_pretrained(tmp_path / "drafter")
+    return str(tmp_path / "target"), str(tmp_path / "drafter")

@@ -4,33 +4,14 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
-from domino_draft import DominoDrafter, Target, generate
+from domino_draft import Target, generate
 from domino_draft.cli import main
 from domino_draft.demo import Row, table
 from domino_draft.loading import TextStream
 from domino_draft.smollm2 import chat_prompt
 
 from .conftest import tiny_model
-from .tokens import chat_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return chat_tokenizer()
-
-
-@pytest.fixture
-def folders(tmp_path, tokenizer, tiny_config):
-    """(target, drafter) folders of random tiny models."""
-    size = len(tokenizer)
-    model = tiny_model("Llama", vocab_size=size)
-    model.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    torch.manual_seed(0)
-    DominoDrafter(tiny_config(vocab_size=size)).save_pretrained(tmp_path / "drafter")
-    return str(tmp_path / "target"), str(tmp_path / "drafter")
 
 
 def invoke(*args, **options):
@@ -165,3 +146,13 @@ def test_demo_table_has_ratios_of_sums():
     assert columns[1] == ["2.00", "4.00", "4.00", "2.67"]
     assert columns[4] == ["2.00x", "0.50x", "0.50x", "1.00x"]
     assert columns[5] == ["yes", "up to 1 near ties", "no: 3 tokens", "no: 3 tokens"]
+
+
+def test_shell_completion():
+    def asked(mode, **env):
+        env = {"_DOMINO_DRAFT_COMPLETE": mode} | env
+        return CliRunner().invoke(main, prog_name="domino-draft", env=env)
+
+    assert "compdef" in asked("zsh_source").stdout
+    found = asked("zsh_complete", COMP_WORDS="domino-draft be", COMP_CWORD="1").stdout
+    assert "bench" in found and "chat" not in found

@@ -1,0 +1,232 @@
+"""Tokens per second of the engine on given prompts, with and without drafting.
+
+All prompts are queued at once and run `batch` at a time, the target alone first, then each drafter,
+in one process on the same prompts. Seconds are of the whole run, prompts' forwards included.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .engine import Engine
+from .evaluate import TARGET, environment
+from .smollm2 import chat_prompt
+
+if TYPE_CHECKING:
+    from .drafter import Drafter
+    from .target import Target
+
+
+def load_prompts(path: str | Path, tokenizer, chat: bool, limit: int | None) -> list[list[int]]:
+    """Token ids of a JSONL file's first `limit` lines.
+
+    A line has "ids", or "messages" (turns), or "text" or "prompt": with `chat` that is one user
+    turn, otherwise the prompt itself. A line of a second turn ("after", no ids) is left out.
+
+    Raises:
+        ValueError: no prompt is left, or a line is none (the file and the line are named).
+    """
+    found: list[list[int]] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or (limit is not None and len(found) == limit):
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: got no JSON: {error}") from None
+        row = row if isinstance(row, dict) else {}
+        text = row.get("text", row.get("prompt"))
+        if row.get("ids"):
+            found.append(row["ids"])
+        elif row.get("after"):
+            continue
+        elif row.get("messages"):
+            found.append(chat_prompt(tokenizer, row["messages"]))
+        elif isinstance(text, str) and text:
+            found.append(chat_prompt(tokenizer, text) if chat else tokenizer(text)["input_ids"])
+        else:
+            raise ValueError(f"{path}:{number}: got none of ids, messages, text, prompt")
+    if not found:
+        raise ValueError(f"{path}: got no prompt")
+    return found
+
+
+def measure(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    num_drafts: Mapping[str, int] | None = None,
+    repeats: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Run all prompts at every batch size with the target alone and with each drafter.
+
+    Prompt i has the seed `seed` + i. Each run is repeated; seconds are the median.
+
+    Returns:
+        A report that `json` can write: "run" (machine, versions, settings) and "rows", one for each
+        batch size and arm: {"batch", "drafter", "tokens", "seconds", "tokens_per_second", "cycles",
+        "accepted_length" (tokens emitted by a cycle and request, ratio of sums), "accepted" (how
+        often a cycle emitted 1, 2, ... tokens), "speedup" (tokens/s over the target alone at this
+        batch size), "identical" (fraction of outputs equal to those of the target alone; None with
+        a temperature, where both follow one law with different noise)}.
+    """
+    if TARGET in drafters:
+        raise ValueError(f"measure: drafters: got the name {TARGET!r}, expected another one")
+    arms: dict[str, Drafter | None] = {TARGET: None} | dict(drafters)
+    asked = num_drafts or {}
+    rows, done = [], 0
+    for batch in batch_sizes:
+        texts: dict[str, list[list[int]]] = {}
+        runs: dict[str, list[tuple]] = {name: [] for name in arms}
+        # Kernels load and allocators warm up outside the clock.
+        for name, drafter in arms.items():
+            _run(target, drafter, prompts[:batch], batch, 4, 0.0, 0, asked.get(name))
+        for _ in range(repeats):  # arms in turn, so that a slow minute hits all of them
+            for name, drafter in arms.items():
+                runs[name].append(
+                    _run(
+                        target, drafter, prompts, batch, max_new_tokens, temperature, seed,
+                        asked.get(name),
+                    )
+                )  # fmt: skip
+                done += 1
+                if progress:
+                    progress(done, len(batch_sizes) * repeats * len(arms))
+        for name, found in runs.items():
+            texts[name], cycles, accepted, _ = found[0]
+            tokens = sum(map(len, texts[name]))
+            seconds = statistics.median(run[3] for run in found)
+            emitted = sum(size * count for size, count in accepted.items())
+            row = {
+                "batch": batch,
+                "drafter": name,
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+                "cycles": cycles,
+                "accepted_length": emitted / max(sum(accepted.values()), 1),
+                "accepted": [accepted[size] for size in range(1, max(accepted, default=0) + 1)],
+                "identical": None if temperature else _identical(texts[name], texts[TARGET]),
+            }
+            alone = next((r for r in rows if r["batch"] == batch), row)
+            row["speedup"] = row["tokens_per_second"] / alone["tokens_per_second"]
+            rows.append(row)
+    settings = {
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "repeats": repeats,
+        "num_drafts": {n: asked.get(n, d.default_drafts) for n, d in drafters.items()},
+    }
+    return {"run": environment(target) | settings, "rows": rows}
+
+
+def _identical(texts: list, wanted: list) -> float:
+    return sum(a == b for a, b in zip(texts, wanted)) / len(wanted)
+
+
+def _run(target, drafter, prompts, batch, max_new_tokens, temperature, seed, num_drafts):
+    """(texts, cycles, how often a cycle emitted n tokens, seconds) of all prompts."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    start = time.perf_counter()
+    engine = Engine(target, drafter, max_batch=batch, max_length=longest, num_drafts=num_drafts)
+    for i, prompt in enumerate(prompts):
+        engine.add(prompt, max_new_tokens, temperature=temperature, seed=seed + i)
+    texts: list[list[int]] = [[] for _ in prompts]
+    accepted: Counter[int] = Counter()
+    cycles = 0
+    while engine.num_waiting or engine.num_running:
+        chunks = engine.step()
+        cycles += chunks[0].accepted is not None
+        for chunk in chunks:
+            if chunk.error is not None:
+                raise chunk.error
+            texts[chunk.request] += chunk.tokens
+            if chunk.accepted is not None:
+                accepted[chunk.accepted] += 1
+    return texts, cycles, accepted, time.perf_counter() - start
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| batch | drafter | tokens | seconds | tokens/s | × target alone | accepted length "
+        "| identical |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in report["rows"]:
+        alone = row["drafter"] == TARGET
+        same = "" if alone or row["identical"] is None else f"{row['identical']:.1%}"
+        lines.append(
+            f"| {row['batch']} | {'target alone' if alone else row['drafter']} | {row['tokens']} "
+            f"| {row['seconds']:.2f} | {row['tokens_per_second']:.1f} | {row['speedup']:.2f} "
+            f"| {row['accepted_length']:.2f} | {same} |"
+        )
+    return "\n".join(lines)
+
+
+def check_plot(path: str | Path) -> None:
+    """Refuse, before anything is measured, a plot that cannot be drawn.
+
+    Raises:
+        ImportError: there is no matplotlib. ValueError: it does not write files of this ending.
+    """
+    kind = Path(path).suffix.lstrip(".")
+    kinds = _figure().canvas.get_supported_filetypes()
+    if kind not in kinds:
+        raise ValueError(f"plot: got a file ending {kind!r}, expected one of {sorted(kinds)}")
+
+
+def _figure(**options):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "plot: needs matplotlib: pip install matplotlib, or this package's extra [plot]"
+        ) from None
+    return Figure(**options)
+
+
+def plot(report: Mapping[str, Any], path: str | Path) -> None:
+    """Tokens per second by batch size, and how many tokens a cycle emitted at the first of them."""
+    figure = _figure(figsize=(9, 3.6), layout="constrained")
+    speed, lengths = figure.subplots(1, 2)
+    rows = report["rows"]
+    sizes = list(dict.fromkeys(row["batch"] for row in rows))
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    for number, name in enumerate(names):
+        mine = [row for row in rows if row["drafter"] == name]
+        label = "target alone" if name == TARGET else name
+        places = [sizes.index(row["batch"]) for row in mine]
+        values = [row["tokens_per_second"] for row in mine]
+        speed.plot(places, values, marker="o", label=label, color=f"C{number}")
+        if name != TARGET:
+            counts = mine[0]["accepted"]
+            shares = [count / max(sum(counts), 1) for count in counts]
+            mean = f"{label}, mean {mine[0]['accepted_length']:.2f}"
+            lengths.step(
+                range(1, len(counts) + 1), shares, where="mid", label=mean, color=f"C{number}"
+            )
+    run = report["run"]
+    speed.set_xticks(range(len(sizes)), map(str, sizes))
+    speed.set_ylim(bottom=0)
+    speed.set(xlabel="batch", ylabel="tokens/s", title=f"{run['device']}, {run['dtype']}")
+    lengths.set(xlabel="tokens emitted by a cycle", ylabel="share of cycles")
+    lengths.set_title(f"batch {sizes[0]}, {run['prompts']} prompts")
+    for axes in (speed, lengths):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path)

@@ -1,0 +1,105 @@
+"""`domino-draft chat`: what the target is asked, what is kept, what is said."""
+
+import json
+
+import pytest
+from domino_draft import NgramDrafter, Target, generate
+from domino_draft.chat import Chat
+from domino_draft.smollm2 import chat_prompt
+
+from .conftest import tiny_model
+from .test_cli import invoke
+
+
+@pytest.fixture
+def target(tokenizer):
+    return Target(tiny_model("Llama", vocab_size=len(tokenizer)), tokenizer)
+
+
+def expected(target, turns, count, **settings):
+    ids = chat_prompt(target.tokenizer, turns)
+    out = generate(target, None, [ids], max_new_tokens=count, **settings).sequences[0]
+    return target.tokenizer.decode(out, skip_special_tokens=True)
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("system", [None, "short"])
+def test_every_answer_sees_all_turns(target, system):
+    talk = Chat(target, NgramDrafter(), max_new_tokens=9, system=system)
+    turns = [turn("system", system)] if system else []
+    for text in ("Hi", "and then?"):
+        turns.append(turn("user", text))
+        want = expected(target, turns, 9)
+        assert "".join(talk.answer(text)) == want
+        turns.append(turn("assistant", want))
+        assert talk.turns == turns
+        assert talk.stats.tokens == 9
+        assert talk.context == len(chat_prompt(target.tokenizer, turns[:-1]))
+    talk.reset()
+    assert "".join(talk.answer("Hi")) == expected(target, [*turns[: bool(system)], turns[-4]], 9)
+
+
+def test_equal_turns_draw_different_noise(target):
+    talk = Chat(target, None, max_new_tokens=9, temperature=1.0, seed=4)
+    first = "".join(talk.answer("Hi"))
+    turns = [turn("user", "Hi"), turn("assistant", first), turn("user", "Hi")]
+    assert first == expected(target, turns[:1], 9, temperature=1.0, seed=4)
+    assert "".join(talk.answer("Hi")) == expected(target, turns, 9, temperature=1.0, seed=5)
+
+
+def test_a_broken_off_answer_stays_as_far_as_it_came(target):
+    talk = Chat(target, None, max_new_tokens=9)
+    pieces = talk.answer("Hi")
+    start = next(pieces)
+    pieces.close()
+    assert talk.turns[-1] == turn("assistant", start)
+
+
+def test_a_turn_that_does_not_fit_is_not_taken(target):
+    talk = Chat(target, None, max_new_tokens=9)
+    with pytest.raises(ValueError, match="expected at most 256 positions"):
+        talk.answer("word " * 60)
+    assert talk.turns == []
+
+
+def test_piped_turns(folders, tokenizer, target):
+    place, drafter = folders
+    common = ["chat", "--target", place, "--drafter", drafter, "--device", "cpu", "-n", 6]
+    done = invoke(*common, "--json", input="Hi\n\nand?\n/reset\nHi\n/exit\nnever\n")
+    assert done.exit_code == 0, done.output
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["user"] for row in said] == ["Hi", "and?", "Hi"]
+    first = expected(target, "Hi", 6)
+    assert said[0]["assistant"] == said[2]["assistant"] == first
+    turns = [turn("user", "Hi"), turn("assistant", first), turn("user", "and?")]
+    assert said[1]["assistant"] == expected(target, turns, 6)
+    assert said[1]["stats"]["context"] == len(chat_prompt(tokenizer, turns))
+    assert said[1]["stats"]["tokens"] == 6
+
+    text = invoke(*common, input="Hi\nand?\n")
+    assert text.stdout == "".join(row["assistant"] + "\n" for row in said[:2])
+    assert text.stderr.count("accepted length") == text.stderr.count("context") == 2
+    long = invoke(*common, input="word " * 60)
+    assert long.exit_code == 1 and "expected at most 256 positions" in long.stderr
+    assert invoke(*common, input="").exit_code == 0
+
+
+def test_terminal(folders, monkeypatch):
+    """A turn that does not fit is said to be so, and the conversation goes on until the end."""
+    place, drafter = folders
+    lines = iter(["word " * 60, "", "Hi"])
+
+    def typed(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True)
+    done = invoke("chat", "--target", place, "--drafter", drafter, "--device", "cpu", "-n", 4)
+    assert done.exit_code == 0, done.output
+    assert "/reset forgets" in done.stderr and done.stderr.count("accepted length") == 1
