@@ -17,8 +17,10 @@ PIP   := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f)
 
-# Tests only: two OpenMP threads on a busy two-core machine collapse. The demo takes what there is.
+# Two OpenMP threads on a busy two-core machine collapse, because they spin while they wait. One thread for
+# the tests; the demo takes what there is and lets them spin briefly.
 test test-full test-reference: export OMP_NUM_THREADS ?= 1
+demo: export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo test test-full test-gpu test-reference wheel lint format clean
 .DELETE_ON_ERROR:
@@ -65,9 +67,10 @@ $(STAMP)-torch: | $(PY)
 	@$(PIP) install -q --upgrade pip
 	@$(PIP) install -q "setuptools>=77" wheel pybind11 cmake ninja
 	@if nvidia-smi >/dev/null 2>&1; then $(PIP) install -q torch; else \
-	  $(PIP) install -q "torch==$(TORCH_VERSION)+cpu" || \
-	  $(PIP) install -q "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX) || \
-	  $(PIP) install -q "torch>=2.8"; fi
+	  $(PIP) install -q "torch==$(TORCH_VERSION)+cpu" 2>/dev/null || \
+	  $(PIP) install -q --retries 1 "torch==$(TORCH_VERSION)" --index-url $(TORCH_CPU_INDEX) 2>/dev/null || \
+	  { echo "No CPU build of Torch $(TORCH_VERSION) found; installing the default build (gigabytes)"; \
+	    $(PIP) install -q "torch>=2.8"; }; fi
 	@touch $@
 
 # Never beside the package: their dependencies pin another Torch.

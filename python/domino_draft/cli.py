@@ -76,6 +76,8 @@ def _machine(device: str | None, dtype: str | None, threads: int | None) -> tupl
     if threads:
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device: got {device!r}, but this Torch finds no CUDA device")
     return device, dtype or ("float32" if device == "cpu" else "bfloat16")
 
 
@@ -384,7 +386,10 @@ def train(ctx: click.Context) -> None:
 
 
 @main.command()
-@click.option("--prompts", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--prompts", required=True, type=click.Path(exists=True, dir_okay=False),
+    help="train_prompts.npz of models/smollm2-135m-domino/prompts.py.",
+)  # fmt: skip
 @click.option("--output", required=True, type=click.Path(dir_okay=False), help="An .npz file.")
 @_TARGET
 @click.option("--slots", type=click.IntRange(1), default=1024, show_default=True, help="Batch.")

@@ -8,6 +8,7 @@ import types
 import typing
 
 import click
+import torch
 
 from .trainer import ARMS, TrainConfig, run
 
@@ -21,6 +22,20 @@ _HELP = {
     "max_steps": "number of updates",
     "mask_token_id": "the id that stands for a masked slot",
     "ema": "decay of the exported weight average; 0: none",
+    "num_layers": "layers of the drafter",
+    "intermediate_size": "MLP width; the target's where not given",
+    "num_features": "how many of the target's layers the drafter reads",
+    "gru_hidden_dim": "width of the head's GRU",
+    "emb_dim": "rank of the head's correction",
+    "block_size": "slots of a block",
+    "num_anchors": "blocks a sequence, at most",
+    "gamma": "slot k of a block weighs exp(-k / gamma)",
+    "warmup": "share of the run in which the learning rate rises",
+    "held_out": "sequences kept for evaluation",
+    "eval_every": "steps between evaluations; 0: at the end only",
+    "save_every": "steps between checkpoints; 0: none",
+    "resume": "go on from the checkpoint.pt in the output folder",
+    "chunk_rows": "rows of the loss that are computed at a time",
     "profile": "write profile.txt: time by kernel over three passes",
     "trim_tails": "cut repetitive tails",
     "compile": "torch.compile of the target's and the drafter's layers",
@@ -46,11 +61,15 @@ def _option(field: dataclasses.Field, annotation: typing.Any):
     return click.option(name, type=annotation, **kwargs)
 
 
-@click.command(name="train")
+@click.command(name="train", context_settings={"help_option_names": ["-h", "--help"]})
 def main(**options) -> None:
     """Train a drafter for a target model and export it as a Hugging Face folder."""
     try:
         config = TrainConfig(**options)
+        if config.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(
+                f"train: device: got {config.device!r}, but Torch finds no CUDA device"
+            )
         summary = run(config)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
