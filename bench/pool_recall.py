@@ -31,6 +31,15 @@ from bench import report
 
 POOLS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 KINDS = ("slot", "block", "union")
+MOMENTS = (
+    "base_std",
+    "delta_std",
+    "winner_base",  # above the mean of the base logits
+    "winner_behind",  # the best base logit
+    "winner_delta",  # above the mean of the correction
+    "winner_lead",  # over the runner-up, corrected
+    "base_agrees",  # 1 where the best base logit wins
+)
 
 
 def ranks(scores):
@@ -61,22 +70,23 @@ def corrections(hidden, anchor, tokens, weights):
 
 
 def moments(base, delta, winners):
-    """Of one block's corrected slots, base and delta [C, V]: what the inputs of bench/ops imitate.
+    """MOMENTS of one block's corrected slots, base and delta [C, V]: what bench/ops imitates.
 
     In units of the base logits' deviation over the vocabulary, except `base_std` itself.
     """
     std = base.std(-1)
     at = winners[:, None]
+    in_base, in_delta = base.gather(1, at)[:, 0], delta.gather(1, at)[:, 0]
     top = (base + delta).topk(2).values
-    return {
-        "base_std": std,
-        "delta_std": delta.std(-1) / std,
-        "winner_base": (base.gather(1, at)[:, 0] - base.mean(-1)) / std,
-        "winner_behind": (base.amax(-1) - base.gather(1, at)[:, 0]) / std,
-        "winner_delta": (delta.gather(1, at)[:, 0] - delta.mean(-1)) / std,
-        "winner_lead": (top[:, 0] - top[:, 1]) / std,
-        "base_agrees": (base.argmax(-1) == winners).float(),
-    }
+    return (
+        std,
+        delta.std(-1) / std,
+        (in_base - base.mean(-1)) / std,
+        (base.amax(-1) - in_base) / std,
+        (in_delta - delta.mean(-1)) / std,
+        (top[:, 0] - top[:, 1]) / std,
+        (base.argmax(-1) == winners).float(),
+    )
 
 
 class Recorder:
@@ -98,22 +108,21 @@ class Recorder:
         at = places.gather(2, winners.expand(len(KINDS), -1)[..., None])[..., 0]
         missed = at[:, None] >= self.pools[:, None]  # [kind, M, C]
         drafts = tokens[0].expand(*missed.shape[:2], -1).clone()
-        for kind, m in (
-            missed.any(-1).nonzero().tolist()
-        ):  # elsewhere the pool's ids are the winners
+        # where nothing is missed, the pool's ids are the winners
+        for kind, m in missed.any(-1).nonzero().tolist():
             within = base.clone()
             within[0, first : tokens.size(1)][places[kind] >= self.pools[m]] = -torch.inf
             drafts[kind, m] = self.draft_chain(within, hidden, anchor, weights, **options)[0]
         delta = corrections(hidden, anchor, tokens, weights)[first:]
-        self.blocks.append(
-            {
-                "missed": missed,
-                "winners": tokens[0].tolist(),
-                "drafts": drafts,
-                "union": (places[KINDS.index("union"), 0] < self.pools[:, None]).sum(-1),
-                "moments": moments(in_slots, delta, winners),
-            }
-        )
+        found = {
+            "winners": tokens[0],
+            "missed": missed.int(),
+            "drafts": drafts,
+            "union": (places[KINDS.index("union"), 0] < self.pools[:, None]).sum(-1),
+            "moments": torch.stack(moments(in_slots, delta, winners)),
+        }
+        # As lists: small tensors among these large temporaries would pin the heap, 10 MB a block.
+        self.blocks.append({name: value.tolist() for name, value in found.items()})
         return tokens
 
 
@@ -141,9 +150,8 @@ def record(target, drafter, prompt, new_tokens, pools=POOLS):
         block["reach"] = reach(block["winners"], follows)
         if block["reach"] != min(emitted, len(follows)):
             raise AssertionError(f"block at {position}: {block['reach']} is not {emitted}")
-        block["pool_reach"] = torch.tensor(
-            [[reach(d, follows) for d in row] for row in block.pop("drafts").tolist()]
-        )
+        drafts = block.pop("drafts")
+        block["pool_reach"] = [[reach(ids, follows) for ids in kind] for kind in drafts]
         kept.append(block)
         position += emitted
     return kept
@@ -151,14 +159,14 @@ def record(target, drafter, prompt, new_tokens, pools=POOLS):
 
 def summary(blocks, pools=POOLS):
     """Counts of blocks as `record` returns them: means over blocks, and one row a kind and M."""
-    missed = torch.stack([b["missed"] for b in blocks])  # [N, kind, M, C]
-    reached = torch.stack([b["pool_reach"] for b in blocks]).double().mean(0)
-    union = torch.stack([b["union"] for b in blocks]).double().mean(0)
-    restarts = missed.sum(-1).double()
+    each = lambda name: torch.tensor([b[name] for b in blocks], dtype=torch.float64)  # noqa: E731
+    missed, union = each("missed"), each("union").mean(0)  # [N, kind, M, C], [M]
+    reached = each("pool_reach").mean(0)
+    restarts = missed.sum(-1)
     rows = []
     for k, kind in enumerate(KINDS):
         for m, size in enumerate(pools):
-            by_slot = 1 - missed[:, k, m].double().mean(0)
+            by_slot = 1 - missed[:, k, m].mean(0)
             rows.append(
                 {
                     "pool": kind,
@@ -179,10 +187,11 @@ def summary(blocks, pools=POOLS):
 def scale(blocks):
     """Quantiles over corrected slots of the moments of their logits."""
     result = {}
-    for name in blocks[0]["moments"]:
-        values = torch.cat([b["moments"][name] for b in blocks]).double()
-        cuts = values.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-        result[name] = {"mean": values.mean().item(), **dict(zip(("p10", "p50", "p90"), cuts))}
+    cuts = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    for i, name in enumerate(MOMENTS):
+        values = torch.tensor([b["moments"][i] for b in blocks], dtype=torch.float64).flatten()
+        quantiles = zip(("p10", "p50", "p90"), values.quantile(cuts).tolist())
+        result[name] = {"mean": values.mean().item(), **dict(quantiles)}
     return rounded(result)
 
 

@@ -11,10 +11,10 @@ from domino_kernels import HeadWeights
 # Means over the corrected slots of the shipped SmolLM2 drafter on held-out prompts, counted by
 # bench/pool_recall.py ("scale" in bench/results/pool-recall-smollm2.json). The first is the
 # deviation of the base logits over the vocabulary, the others are in units of it.
-BASE_STD = 2.53
-DELTA_STD = 0.67
-WINNER_BASE = 4.39
-WINNER_DELTA = 2.84
+BASE_STD = 2.47
+DELTA_STD = 0.71
+WINNER_BASE = 4.81
+WINNER_DELTA = 3.16
 FIRST_BASE = 8.0  # slot 0 has no correction: far enough above the best of random logits
 
 
