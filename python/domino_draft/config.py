@@ -28,6 +28,31 @@ def _error(field: str, got: Any, expected: str) -> ValueError:
     return ValueError(f"DominoConfig: {field}: got {got!r}, expected {expected}")
 
 
+def _object(field: str, value: Any) -> Mapping[str, Any]:
+    """A JSON object, empty for null."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _error(field, value, "an object")
+    return value
+
+
+def _list(field: str, value: Any, kind: type) -> list:
+    """A JSON list of one kind, empty for null."""
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple) or any(type(item) is not kind for item in value):
+        raise _error(field, value, f"a list of {kind.__name__}")
+    return list(value)
+
+
+def _number(field: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise _error(field, value, "a number above 0")
+    return float(value)
+
+
 def _pick(field: str, sources: Sequence[Mapping[str, Any]], default: Any = None) -> Any:
     """The value of `field` in the sources that carry it; values that differ are an error."""
     found = [source[field] for source in sources if source.get(field) is not None]
@@ -223,12 +248,14 @@ class DominoConfig:
         Where a Domino file does not say how slots and labels align, its own framework's default
         holds: SpecForge shift_label false and pure_draft_prefix_len 0, speculators true and 1.
         """
-        inner = data.get("dflash_config") or {}
-        head = data.get("domino_config") or {}
-        body = data.get("transformer_layer_config") or {}  # speculators nests the decoder's shape
+        data = _object("config", data)
+        inner = _object("dflash_config", data.get("dflash_config"))
+        head = _object("domino_config", data.get("domino_config"))
+        # speculators nests the decoder's shape
+        body = _object("transformer_layer_config", data.get("transformer_layer_config"))
         kind = data.get("speculators_model_type")
         shape = [source for source in (data, body) if source]
-        draft = [source for source in (inner, head, data) if source]
+        draft = [_present_projector(source) for source in (inner, head, data) if source]
 
         def required(name: str) -> Any:
             value = _pick(name, shape)
@@ -236,13 +263,16 @@ class DominoConfig:
                 raise _error(name, None, "a value (the field is missing)")
             return value
 
-        architectures = data.get("architectures") or []
+        architectures = _list("architectures", data.get("architectures"), str)
         for name in architectures:
             if any(related in name for related in _RELATED):
                 raise _error("architectures", architectures, "a DFlash or Domino drafter")
         if kind not in (None, "dflash", "domino"):
             raise _error("speculators_model_type", kind, "'dflash' or 'domino'")
-        rope = _pick("rope_parameters", shape) or _pick("rope_scaling", shape) or {}
+        rope = _pick("rope_parameters", shape) or _pick("rope_scaling", shape)
+        rope = _object("rope_parameters", rope)
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise _error("rope_parameters", dict(rope), "one set of values for all layers")
         for name, neutral in _NEUTRAL.items():
             value = _pick(name, [*draft, body, rope])
             if value is not None and value != neutral:
@@ -252,13 +282,15 @@ class DominoConfig:
         domino = kind == "domino" or any("Domino" in name for name in architectures)
         if projector is None:
             projector = "domino" if domino or _pick("emb_dim", draft) else "dflash"
-        elif PROJECTORS.get(projector) == "dflash" and domino:
+        elif not isinstance(projector, str):
+            raise _error("projector_type", projector, f"one of {sorted(PROJECTORS)}")
+        elif projector == "dflash" and domino:
             raise _error("projector_type", projector, f"'domino' (architectures {architectures})")
 
         names = ("shift_label", "sample_from_anchor", "query_zero_predicts_next")
         shift = _agree({name: _pick(name, draft) for name in names})
         if shift is None:
-            shift = kind is not None and PROJECTORS.get(projector) == "domino"
+            shift = kind is not None and projector == "domino"
         if not isinstance(shift, bool):
             raise _error("shift_label", shift, "true or false")
 
@@ -266,7 +298,9 @@ class DominoConfig:
         values: dict[str, Any] = {name: required(name) for name in (*names, "vocab_size")}
         heads = values["num_attention_heads"]
         values["num_key_value_heads"] = _pick("num_key_value_heads", shape, heads)
-        values["head_dim"] = _pick("head_dim", shape, values["hidden_size"] // heads)
+        width = values["hidden_size"]
+        usual = width // heads if type(width) is type(heads) is int and heads > 0 else 0
+        values["head_dim"] = _pick("head_dim", shape, usual)
         draft_vocab = _pick("draft_vocab_size", draft)
         if draft_vocab not in (None, values["vocab_size"]):
             raise _error(
@@ -279,7 +313,7 @@ class DominoConfig:
 
         def below(name: str) -> list[int] | None:
             ids = _pick(name, draft)
-            return None if ids is None else [i - 1 for i in ids]
+            return None if ids is None else [i - 1 for i in _list(name, ids, int)]
 
         # The aux ids count the embedding's output as 0, so the output of layer id is id + 1.
         aux = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
@@ -291,8 +325,7 @@ class DominoConfig:
         if rope_type != "default":
             raise _error("rope_parameters.rope_type", rope_type, "'default'")
         theta = _pick("rope_theta", [*shape, rope], 1e6)
-        layers = values["num_hidden_layers"]
-        types = _layer_types(shape, layers)
+        types = _layer_types(shape, values["num_hidden_layers"])
         # Inside a block sliding layers are causal and full ones are not; a file may say otherwise.
         for name, layer_type, value in (
             ("is_causal", "full_attention", False),
@@ -302,10 +335,16 @@ class DominoConfig:
             got = _pick(name, [*draft, body])
             if layer_type in types and got not in (None, value):
                 raise _error(name, got, f"{value} with {layer_type} layers")
+        dtypes = {
+            f"{name} of {place}": str(source[name]).removeprefix("torch.")
+            for place, source in (("config", data), ("transformer_layer_config", body))
+            for name in ("dtype", "torch_dtype")
+            if source.get(name) is not None
+        }
         return cls(
             **values,
             num_target_layers=_pick("num_target_layers", draft),
-            target_layer_ids=tuple(layer_ids or ()),
+            target_layer_ids=tuple(_list("target_layer_ids", layer_ids, int)),
             block_size=_block_size(data, draft, shift),
             mask_token_id=_pick("mask_token_id", draft),
             mask_token=_pick("mask_token", draft, "<|MASK|>"),
@@ -315,12 +354,12 @@ class DominoConfig:
             gru_hidden_dim=_pick("gru_hidden_dim", draft, 1024),
             pure_draft_prefix_len=_pick("pure_draft_prefix_len", draft, 0 if kind is None else 1),
             shift_label=shift,
-            rms_norm_eps=float(_pick("rms_norm_eps", shape, 1e-6)),
-            rope_theta=float(theta),
+            rms_norm_eps=_number("rms_norm_eps", _pick("rms_norm_eps", shape, 1e-6)),
+            rope_theta=_number("rope_theta", theta),
             max_position_embeddings=_pick("max_position_embeddings", shape, 40960),
             layer_types=types,
             sliding_window=_pick("sliding_window", shape),
-            dtype=_pick("dtype", shape) or _pick("torch_dtype", shape) or "bfloat16",
+            dtype=_agree(dtypes) or "bfloat16",
         )
 
     @classmethod
@@ -361,12 +400,21 @@ class DominoConfig:
         }
 
 
+def _present_projector(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`projector_type` by its present name, so that an old and a new one do not conflict."""
+    name = source.get("projector_type")
+    return {**source, "projector_type": PROJECTORS[name]} if name in tuple(PROJECTORS) else source
+
+
 def _layer_types(shape: Sequence[Mapping[str, Any]], layers: int) -> tuple[str, ...]:
     """`layer_types`, or what the older switches of Qwen3Config say in its place."""
     types, slides = _pick("layer_types", shape), _pick("use_sliding_window", shape)
     if types is None:
+        if type(layers) is not int:
+            return ()  # named with the other fields
         first = _pick("max_window_layers", shape, 28) if slides else layers
         return tuple(LAYER_TYPES[i >= first] for i in range(layers))
+    types = _list("layer_types", types, str)
     if "sliding_attention" in types and slides is False:
         raise _error("use_sliding_window", slides, "true (layer_types names sliding layers)")
     return tuple(types)
@@ -375,11 +423,14 @@ def _layer_types(shape: Sequence[Mapping[str, Any]], layers: int) -> tuple[str, 
 def _block_size(data: Mapping[str, Any], draft: Sequence[Mapping[str, Any]], shift: bool) -> int:
     """`block_size`, or what `speculative_tokens` of the speculators form says about it."""
     block = _pick("block_size", draft)
-    methods = (data.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = _pick("speculative_tokens", [*draft, methods[0]])
+    outer = _object("speculators_config", data.get("speculators_config"))
+    methods = _list("proposal_methods", outer.get("proposal_methods"), dict)
+    tokens = _pick("speculative_tokens", [*draft, *methods[:1]])
     if tokens is None:
         return 16 if block is None else block
+    if type(tokens) is not int:
+        raise _error("speculative_tokens", tokens, "an integer")
     implied = tokens if shift else tokens + 1
-    if block is not None and implied > block:
+    if type(block) is int and implied > block:
         raise _error("speculative_tokens", tokens, f"at most {block if shift else block - 1}")
     return implied if block is None else block

@@ -90,13 +90,22 @@ def test_dflash_field_may_live_at_top_level(name):
             drop=["rope_theta"],
             top={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         ),
+        edited(top={"projector_type": "causal_v5"}),  # an old name beside the new one
         edited(drop_inner=["target_layer_ids"]),  # the default formula gives 1, 9, 17, 25, 33
         edited(drop=["layer_types", "dtype"], top={"torch_dtype": "bfloat16"}),
         {k: v for k, v in QWEN3_8B.items() if k != "dflash_config"}
         | QWEN3_8B["dflash_config"]
         | {"dflash_config": None},
     ],
-    ids=["emb_dim-inner", "causal_v5", "rope_parameters", "default-ids", "torch_dtype", "null"],
+    ids=[
+        "emb_dim-inner",
+        "causal_v5",
+        "rope_parameters",
+        "both-names",
+        "default-ids",
+        "torch_dtype",
+        "null",
+    ],
 )
 def test_equivalent_forms(data):
     assert DominoConfig.from_dict(data) == BASE
@@ -236,6 +245,28 @@ def test_mask_token_string_is_looked_up():
         (edited(top={"aux_hidden_state_layer_ids": [1, 9]}), "aux_hidden_state_layer_ids: got"),
         (edited(inner={"shift_label": 1}), "shift_label: got 1, expected true or false"),
         (edited(inner={"pure_draft_prefix_len": -1}), "pure_draft_prefix_len: got -1"),
+        ([], r"config: got \[\], expected an object"),
+        (edited() | {"dflash_config": "domino"}, "dflash_config: got 'domino', expected an object"),
+        (edited(top={"domino_config": [1]}), r"domino_config: got \[1\], expected an object"),
+        (edited(top={"architectures": "DominoDraftModel"}), "architectures: .*expected a list"),
+        (edited(top={"num_attention_heads": 0}), "num_attention_heads: got 0"),
+        (edited(top={"hidden_size": "4096"}), "hidden_size: got '4096', expected an integer"),
+        (edited(top={"num_hidden_layers": "5"}, drop=["layer_types"]), "hidden_layers: got '5'"),
+        (edited(top={"rms_norm_eps": "small"}), "rms_norm_eps: got 'small', expected a number"),
+        (edited(top={"rope_theta": 0}), "rope_theta: got 0, expected a number above 0"),
+        (edited(top={"torch_dtype": "float16"}), "torch_dtype of config: got 'float16'"),
+        (edited(inner={"target_layer_ids": 5}), "target_layer_ids: got 5, expected a list"),
+        (edited(inner={"target_layer_ids": ["1"]}), r"target_layer_ids: got \['1'\]"),
+        (edited(top={"layer_types": "full_attention"}), "layer_types: .*expected a list"),
+        (edited(top={"layer_types": [["full_attention"]] * 5}), "layer_types: .*expected a list"),
+        (edited(top={"aux_hidden_state_layer_ids": 2}), "aux_hidden_state_layer_ids: got 2"),
+        (edited(top={"aux_hidden_state_layer_ids": ["2"]}), "layer_ids: .*expected a list of int"),
+        (edited(inner={"projector_type": ["domino"]}), r"projector_type: got \['domino'\]"),
+        (edited(inner={"speculative_tokens": "15"}), "speculative_tokens: got '15'"),
+        (edited(top={"speculators_config": [1]}), "speculators_config: got"),
+        (edited(top={"speculators_config": {"proposal_methods": [1]}}), "proposal_methods: got"),
+        (edited(drop=["rope_theta"], top={"rope_parameters": {
+            "full_attention": {"rope_theta": 1e7}}}), "rope_parameters: .*one set of values"),
         (edited(top={"architectures": ["DFlash2DraftModel"]}), "architectures: got .*DFlash2"),
         (edited(top={"speculators_model_type": "eagle3"}), "speculators_model_type: got 'eagle3'"),
         (edited(inner={"markov_rank": 64}), "markov_rank: got 64, expected 0"),
