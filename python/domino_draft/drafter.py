@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .target import Target
 
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
 @dataclass
 class Batch:
     """The rows being decoded: what a drafter may look at.
@@ -145,7 +148,8 @@ class DominoDrafter(DFlashBackbone):
         dtype None keeps the dtype that the config names. Legacy `logit_head.` names are read.
 
         Raises:
-            ValueError: a tensor is missing, extra or of another shape (named).
+            ValueError: a file is damaged; a tensor is missing, extra or of another shape (named).
+            TypeError: a tensor is quantised or holds integers (named).
         """
         config = DominoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -160,6 +164,10 @@ class DominoDrafter(DFlashBackbone):
             if name in tensors:
                 raise ValueError(f"from_pretrained: {key}: got this tensor twice, expected once")
             tensor = load()
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(
+                    f"from_pretrained: {key}: got {tensor.dtype}, expected one of {_DTYPES}"
+                )
             if tuple(tensor.shape) != expected[name]:
                 raise ValueError(
                     f"from_pretrained: {key}: got shape {list(tensor.shape)}, "
@@ -178,7 +186,8 @@ class DominoDrafter(DFlashBackbone):
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Write `model.safetensors` and `config.json`, each complete before it takes its name.
 
-        Other files of an existing folder stay.
+        Other files of an existing folder stay. Over a checkpoint of another config the old config
+        goes first and the new one comes last: no tensors stand beside a config that is not theirs.
         """
         from safetensors.torch import save_file
 
@@ -191,10 +200,13 @@ class DominoDrafter(DFlashBackbone):
             save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
             text = json.dumps(config.to_dict(), indent=2) + "\n"
             (temporary / "config.json").write_text(text)
+            old = folder / "config.json"
+            if old.is_file() and old.read_bytes() != text.encode():
+                old.unlink()
             os.replace(temporary / "model.safetensors", folder / "model.safetensors")
-            os.replace(temporary / "config.json", folder / "config.json")
-        # A leftover index of a sharded checkpoint would shadow the tensors just written.
-        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+            # A leftover index of a sharded checkpoint would shadow the tensors just written.
+            (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+            os.replace(temporary / "config.json", old)
 
 
 class DominoSession:
@@ -253,16 +265,27 @@ class DominoSession:
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """(name, loader) of every tensor in the folder's safetensors, sharded or not."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
+    files = ["model.safetensors"]
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"from_pretrained: {index}: got {error!r}, expected JSON with a weight_map"
+            ) from error
     for name in files:
         if not (folder / name).is_file():
             raise ValueError(f"from_pretrained: folder: got {folder}, no {name} in it")
-        with safe_open(folder / name, framework="pt") as store:
+        try:
+            opened = safe_open(folder / name, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(
+                f"from_pretrained: {folder / name}: got a damaged file ({error}), expected "
+                "safetensors"
+            ) from error
+        with opened as store:
             for key in store.keys():
                 yield key, lambda store=store, key=key: store.get_tensor(key)

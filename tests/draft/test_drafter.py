@@ -1,6 +1,7 @@
 """The checkpoint: names, shapes, legacy and sharded files, errors, initialisation, pairing."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +140,65 @@ def test_wrong_tensors_are_named(drafter, tmp_path, edit, message):
     write(tmp_path, drafter, tensors)
     with pytest.raises(ValueError, match=message):
         DominoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_tensor_of_another_kind_is_named(drafter, tmp_path, dtype):
+    """Quantised weights are codes: reading them as numbers would load without a word."""
+    tensors = dict(drafter.state_dict())
+    tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
+    write(tmp_path, drafter, tensors)
+    with pytest.raises(TypeError, match=rf"fc\.weight: got {dtype}, expected one of"):
+        DominoDrafter.from_pretrained(tmp_path)
+
+
+def test_a_damaged_file_is_named(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for part in (b"", whole[:100], whole[:-1]):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(ValueError, match=r"model\.safetensors: got a damaged file"):
+            DominoDrafter.from_pretrained(tmp_path)
+    for text in ("{", "{}", "[]", '{"weight_map": null}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json: got .*expected JSON with a weight_map"):
+            DominoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_save_cut_short_never_pairs_old_and_new(
+    drafter, tiny_config, tmp_path, monkeypatch, step
+):
+    """Another convention, the same shapes: a mix would load and draft one position off. With the
+    same config there is nothing to mix, and the folder loads at any time.
+    """
+    drafter.save_pretrained(tmp_path)
+    other = DominoDrafter(tiny_config(shift_label=False))
+    again = DominoDrafter(drafter.config)
+    replace, calls = os.replace, []
+
+    def until(source, to):
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        calls.append(to)
+        replace(source, to)
+
+    monkeypatch.setattr("os.replace", until)
+    if step < 2:
+        with pytest.raises(KeyboardInterrupt):
+            again.save_pretrained(tmp_path)
+        calls.clear()
+        loaded = DominoDrafter.from_pretrained(tmp_path)
+        assert torch.equal(loaded.fc.weight, (again if step else drafter).fc.weight)
+        with pytest.raises(KeyboardInterrupt):
+            other.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"no config\.json"):
+            DominoDrafter.from_pretrained(tmp_path)
+    else:
+        other.save_pretrained(tmp_path)
+        loaded = DominoDrafter.from_pretrained(tmp_path)
+        assert not loaded.config.shift_label
+        assert torch.equal(loaded.fc.weight, other.fc.weight)
 
 
 def test_failed_save_leaves_the_old_checkpoint(drafter, tmp_path, monkeypatch):
