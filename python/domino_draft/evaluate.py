@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -128,11 +129,20 @@ def load_prompts(
     sets: names to keep, all if empty. limit: that many prompts a set, evenly spread over it.
 
     Raises:
-        ValueError: a name in `sets` that is not in the file, or a second turn without its first.
+        ValueError: a name in `sets` that is not in the file, a second turn without its first, a
+            line that is no prompt (named), an id that comes twice, or no prompt at all.
     """
     lines = Path(path).read_text(encoding="utf-8").splitlines()
-    names = ("set", "id", "text", "ids", "after")
-    rows = [Prompt(**{k: v for k, v in json.loads(line).items() if k in names}) for line in lines]
+    rows = [
+        _read_prompt(line, f"{Path(path).name}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not rows:
+        raise ValueError(f"load_prompts: path: got {path} without a prompt, expected some")
+    twice = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
+    if twice:  # results are kept by id
+        raise ValueError(f"load_prompts: id: got {twice[0]!r} twice, expected distinct ids")
     found = list(dict.fromkeys(row.set for row in rows))
     wanted = list(sets) or found
     for name in wanted:
@@ -152,6 +162,27 @@ def load_prompts(
         if row.after is not None and row.after not in present:
             raise ValueError(f"load_prompts: {row.id}: got after={row.after!r}, no such row")
     return chosen
+
+
+def _read_prompt(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"load_prompts: {where}: got no JSON ({error})") from error
+    record = record if isinstance(record, dict) else {}
+    row = Prompt(*(record.get(name) for name in ("set", "id", "text", "ids", "after")))
+    for name in ("set", "id", "text"):
+        if not isinstance(getattr(row, name), str):
+            raise ValueError(
+                f"load_prompts: {where}: {name}: got {getattr(row, name)!r}, expected a string"
+            )
+    listed = isinstance(row.ids, list) and row.ids and all(type(i) is int for i in row.ids)
+    if not listed and (row.ids or not isinstance(row.after, str)):
+        raise ValueError(
+            f"load_prompts: {where}: ids: got {row.ids!r}, expected token ids (or after, the id of "
+            "a first turn)"
+        )
+    return row
 
 
 def next_turn(tokenizer, text: str) -> list[int]:
@@ -249,6 +280,8 @@ def evaluate(
     """
     from .losslessness import greedy_report
 
+    if not prompts:
+        raise ValueError("evaluate: prompts: got none, expected at least one")
     if TARGET in drafters:
         raise ValueError(f"evaluate: drafters: got the name {TARGET!r}, expected another one")
     prompts = complete_turns(target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)

@@ -209,6 +209,23 @@ def test_load_prompts(tmp_path):
     assert [p.id for p in evaluate.load_prompts(path, ["a"], 3)] == ["a/0", "a/2", "a/4"]
     with pytest.raises(ValueError, match=r"got 'c', expected some of \['a', 'b'\]"):
         evaluate.load_prompts(path, ["c"])
+    good = {"set": "a", "id": "a/0", "text": "t", "ids": [1]}
+    for bad, message in (
+        ({"ids": None}, "p.jsonl:2: ids: got None, expected token ids"),
+        ({"ids": []}, r"ids: got \[\]"),
+        ({"ids": [1.5]}, r"ids: got \[1.5\]"),
+        ({"ids": [1.5], "after": "a/0"}, r"ids: got \[1.5\]"),
+        ({"id": 3}, "p.jsonl:2: id: got 3, expected a string"),
+        ({"text": None}, "text: got None"),
+        ({}, "id: got 'a/0' twice"),
+    ):
+        path.write_text(json.dumps(good) + "\n" + json.dumps(good | bad))
+        with pytest.raises(ValueError, match=message):
+            evaluate.load_prompts(path)
+    for text, message in (("", "without a prompt"), ("{", "p.jsonl:1: got no JSON"), ("[]", "set")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            evaluate.load_prompts(path)
     path.write_text(json.dumps(rows[-1]))
     with pytest.raises(ValueError, match="b/1/2: got after='b/1/1'"):
         evaluate.load_prompts(path)
