@@ -38,22 +38,26 @@ def fetch_wheel(requirement, directory):
     found = sorted(directory.glob(pattern))
     if not found:
         directory.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--disable-pip-version-check",
-            "--dest",
-            str(directory),
-            requirement,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        # pip copies into its destination: a run that is cut there would leave half a wheel.
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--disable-pip-version-check",
+                "--dest",
+                work,
+                requirement,
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            made = sorted(Path(work).glob(pattern))
+            if done.returncode or not made:
+                raise RuntimeError(f"pip download {requirement} failed: {done.stderr.strip()}")
+            os.replace(made[0], directory / made[0].name)
         found = sorted(directory.glob(pattern))
-        if done.returncode or not found:
-            raise RuntimeError(f"pip download {requirement} failed: {done.stderr.strip()}")
     return found[0]
 
 

