@@ -76,9 +76,20 @@ def _machine(device: str | None, dtype: str | None, threads: int | None) -> tupl
     if threads:
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise click.BadParameter(str(error), param_hint="--device") from error
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: got {device!r}, but this Torch finds no CUDA device")
-    return device, dtype or ("float32" if device == "cpu" else "bfloat16")
+    return device, dtype or ("float32" if kind == "cpu" else "bfloat16")
+
+
+def _writable(context, parameter, value: str | None) -> str | None:
+    """A path in a folder that exists: known before the work and not after it."""
+    if value is not None and not Path(value).absolute().parent.is_dir():
+        raise click.BadParameter(f"{value!r}: no such folder")
+    return value
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -310,7 +321,10 @@ def bench(
 @click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
 @_NUM_DRAFTS
 @_MACHINE
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the report here.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), callback=_writable,
+    help="Write the report here.",
+)  # fmt: skip
 def evaluate(
     prompts, target, drafters, sets, limit, batch_size, max_new_tokens, num_drafts, json_file,
     **machine,
@@ -362,6 +376,8 @@ def _drafter_entry(entry: str) -> tuple[str, str, int | None]:
     folder, _, drafts = place.rpartition("@")
     if not (folder and drafts.isdecimal()):
         folder, drafts = place, ""
+    if drafts and int(drafts) < 1:
+        raise click.UsageError(f"--drafter {entry}: got {drafts} drafts, expected at least 1")
     return name or Path(place).name, folder, int(drafts) if drafts else None
 
 
@@ -390,7 +406,10 @@ def train(ctx: click.Context) -> None:
     "--prompts", required=True, type=click.Path(exists=True, dir_okay=False),
     help="train_prompts.npz of models/smollm2-135m-domino/prompts.py.",
 )  # fmt: skip
-@click.option("--output", required=True, type=click.Path(dir_okay=False), help="An .npz file.")
+@click.option(
+    "--output", required=True, type=click.Path(dir_okay=False), callback=_writable,
+    help="An .npz file.",
+)  # fmt: skip
 @_TARGET
 @click.option("--slots", type=click.IntRange(1), default=1024, show_default=True, help="Batch.")
 @click.option("--max-length", type=click.IntRange(2), default=512, show_default=True)
@@ -399,7 +418,10 @@ def train(ctx: click.Context) -> None:
 @click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True)
 @click.option("--max-seconds", type=float, default=float("inf"), help="Stop after this long.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--shard", type=(int, int), default=(0, 1), help="Index and count of this process.")
+@click.option(
+    "--shard", type=(click.IntRange(0), click.IntRange(1)), default=(0, 1),
+    help="Index and count of this process.",
+)  # fmt: skip
 @_MACHINE
 def regenerate(prompts, output, target, device, dtype, threads, **options):
     """Let the target answer training prompts (.npz); writes responses, prints counts as JSON."""

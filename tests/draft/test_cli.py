@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from domino_draft import Target, generate
 from domino_draft.cli import main
@@ -64,6 +65,39 @@ def test_wrong_usage_is_exit_code_2_and_stated_errors_are_1(folders, tmp_path):
                   "-n", 4, "--num-drafts", 9)  # fmt: skip
     assert done.exit_code == 1 and "num_drafts: got 9" in done.stderr
     assert "Traceback" not in done.stderr
+    done = invoke("generate", "a", "--target", target, "--device", "gpu")
+    assert done.exit_code == 2 and "--device" in done.stderr
+    if not torch.cuda.is_available():
+        done = invoke("generate", "a", "--target", target, "--device", "cuda")
+        assert done.exit_code == 1 and "Torch finds no CUDA device" in done.stderr
+    done = invoke("inspect", tmp_path)
+    assert done.exit_code == 1 and "no config.json" in done.stderr
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"half")
+    done = invoke("inspect", drafter)
+    assert done.exit_code == 1 and "cut short" in done.stderr
+
+
+def test_bad_input_of_evaluate_and_regenerate_is_one_line(folders, tmp_path):
+    target, _ = folders
+    empty, row = tmp_path / "e.jsonl", tmp_path / "r.jsonl"
+    empty.write_text("")
+    row.write_text(json.dumps({"set": "s", "id": "a", "text": "", "ids": [5, 6]}))
+    common = ["--target", target, "--device", "cpu", "--drafter", "ngram"]
+    done = invoke("evaluate", "--prompts", empty, *common)
+    assert done.exit_code == 1 and "without a prompt" in done.stderr
+    done = invoke("evaluate", "--prompts", row, *common, "--json", tmp_path / "no" / "out.json")
+    assert done.exit_code == 2 and "no such folder" in done.stderr
+    done = invoke("evaluate", "--prompts", row, *common[:-1], "ngram@0")
+    assert done.exit_code == 2 and "got 0 drafts" in done.stderr
+    (tmp_path / "half.npz").write_bytes(b"PK\x03\x04")
+    np.savez(tmp_path / "other.npz", tokens=np.arange(3))
+    for name, message in (("half.npz", "damaged file"), ("other.npz", "offsets: missing")):
+        done = invoke("regenerate", "--prompts", tmp_path / name, "--target", target,
+                      "--device", "cpu", "--output", tmp_path / "o.npz", "--slots", 4)  # fmt: skip
+        assert done.exit_code == 1 and message in done.stderr, done.output
+    done = invoke("regenerate", "--prompts", tmp_path / "half.npz", "--target", target,
+                  "--output", tmp_path / "out.npz", "--shard", 0, 0)  # fmt: skip
+    assert done.exit_code == 2 and "--shard" in done.stderr
 
 
 def test_evaluate_writes_the_report_and_prints_the_table(folders, tmp_path):
@@ -107,6 +141,20 @@ def test_regenerate_answers_every_prompt(folders, tmp_path, tokenizer):
     assert sorted(np.load(tmp_path / "out.npz")["prompt_lengths"].tolist()) == sorted(lengths)
 
 
+def test_regenerate_without_a_stop_token_runs_to_the_end(folders, tmp_path):
+    """No end-of-text id: nothing stops, where `mask[[None]] = True` had made every token a stop."""
+    np.savez(
+        tmp_path / "prompts.npz", tokens=np.arange(2, 6, dtype=np.uint16), offsets=[0, 4],
+        kind=np.zeros(1, np.uint8), domain=np.zeros(1, np.uint8),
+    )  # fmt: skip
+    done = invoke("regenerate", "--prompts", tmp_path / "prompts.npz", "--device", "cpu",
+                  "--output", tmp_path / "out.npz", "--target", folders[0], "--slots", 4, "-n", 5,
+                  "--sampled-fraction", 0, "--max-length", 64)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["response_tokens"], found["finished"]) == (5, 0)
+
+
 def test_train_passes_its_options_on():
     done = invoke("train", "--help")
     assert done.exit_code == 0 and "--lambda-start" in done.output
@@ -121,6 +169,13 @@ def test_help_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "regenerate" in done.stdout, done.stderr
+
+
+def test_without_the_extra_the_command_says_what_to_install():
+    code = "import sys; sys.modules['click'] = None; from domino_draft.cli import main"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_text_stream_waits_for_whole_characters(tokenizer):

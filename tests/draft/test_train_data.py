@@ -154,6 +154,24 @@ def test_prompt_lengths_file_and_its_errors(tmp_path):
     np.savez(tmp_path / "q.npz", tokens=data.tokens, offsets=data.offsets)
     with pytest.raises(ValueError, match="loss_mask: missing"):
         TokenDataset.load(tmp_path / "q.npz")
+    arrays = dict(tokens=data.tokens, offsets=data.offsets, prompt_lengths=np.array([3, 3]))
+    for change, error, message in (
+        ({"tokens": data.tokens + 0.5}, TypeError, "tokens: got float64"),
+        ({"offsets": data.offsets / 1}, TypeError, "offsets: got float64"),
+        ({"prompt_lengths": np.array([3.5, 3])}, TypeError, "prompt_lengths: got float64"),
+        ({"tokens": data.tokens.astype(np.int64) - 900}, ValueError, "tokens: got -"),
+        ({"tokens": data.tokens + np.int64(2**32)}, ValueError, "tokens: got 4294967"),
+    ):
+        np.savez(tmp_path / "r.npz", **(arrays | change))
+        with pytest.raises(error, match=f"TokenDataset: {message}"):
+            TokenDataset.load(tmp_path / "r.npz")
+    whole = (tmp_path / "p.npz").read_bytes()
+    for name, content in (
+        ("s.npz", whole[:-40]), ("t.npz", b""), ("u.npz", b"text"), ("v.safetensors", b"text"),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}: got a damaged file"):
+            TokenDataset.load(tmp_path / name)
     with pytest.raises(ValueError, match="offsets"):
         TokenDataset(data.tokens, data.offsets[:-1], data.loss_mask)
 
@@ -204,15 +222,47 @@ def test_chat_mask_is_what_the_assistant_emits(tmp_path):
     assert len(data) == 3
     for i in range(3):
         assert np.array_equal(data[i][0], data[0][0]) and data[i][1].sum() == 4
-    path.write_text('{"nothing": 1}\n')
-    with pytest.raises(ValueError, match=r"chats\.jsonl:1"):
-        from_jsonl(path, tok, 64)
+    for line, message in (
+        ('{"nothing": 1}', "without messages"),
+        ('{"messages": [', "got no JSON"),
+        ('{"messages": null}', "messages: got None, expected a list"),
+        ('{"messages": ["hi"]}', r"messages: got \['hi'\], expected a list of objects"),
+        ('{"messages": [{"role": "user"}]}', "content: got None, expected a string"),
+        ('{"conversations": [{"value": "a"}]}', "from: got None"),
+        ('{"conversations": [{"from": "gpt", "value": 1}]}', "value: got 1"),
+        ('{"prompt": "a", "response": null}', "response: got None"),
+        ('{"text": 5}', "text: got 5"),
+    ):
+        path.write_text('{"text": "fine"}\n' + line)
+        with pytest.raises(ValueError, match=rf"chats\.jsonl:2: {message}|:2: got dict {message}"):
+            from_jsonl(path, tok, 64)
 
     tok.apply_chat_template = lambda messages, tokenize, add_generation_prompt: (
         f"{len(messages)} " + " ".join(m["content"] for m in messages)
     )
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         tokenize_chat(chat, tok)
+
+
+def test_empty_and_odd_data_is_no_accident():
+    """No sequence, an empty one, one of the prompt alone, one shorter than a block."""
+    tok = WordTokenizer()
+    empty = from_text("", tok, 8)
+    assert len(empty) == len(trim_tails(empty)) == len(empty.truncated(3)) == 0
+    assert len(concatenate([empty, empty])) == 0 and empty.usable().tolist() == []
+    odd = TokenDataset.from_sequences(
+        [([], []), ([5, 6, 7], [False] * 3), ([5, 6, 7], [False, True, True]), ([], [])]
+    )
+    assert trim_tails(odd).lengths.tolist() == [0, 3, 3, 0]
+    assert odd.usable().tolist() == [False, False, True, False]
+    for shift, slots, labels in ((True, [0], [7]), (False, [1], [7])):
+        batch = sampler(odd, batch_size=2, block_size=16, shift_label=shift).batch(0)
+        assert batch.anchors[:, 0].tolist() == [1, 1] and (batch.anchors[:, 1:] == 0).all()
+        assert (batch.rows % 16).tolist() == slots * 2 and batch.labels.tolist() == labels * 2
+        assert batch.weights.sum() == pytest.approx(1.0, abs=1e-5) and batch.tokens_used == 6
+    for few in (empty, odd.take(np.array([0, 1]))):
+        with pytest.raises(ValueError, match="BatchSampler: data: got no sequence"):
+            sampler(few)
 
 
 def test_plain_text_is_supervised_everywhere():

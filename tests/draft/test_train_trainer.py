@@ -166,6 +166,17 @@ def test_resume_gives_the_same_weights(tmp_path, monkeypatch, dtype):
         go(tmp_path / "parts", **options, resume=True, lr=0.5)
     with pytest.raises(ValueError, match="expected a checkpoint"):
         go(tmp_path / "none", **options, resume=True)
+    checkpoint = tmp_path / "parts" / "checkpoint.pt"
+    whole = checkpoint.read_bytes()
+    for damaged in (b"", b"text", whole[: len(whole) // 2]):
+        checkpoint.write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match=r"resume: got .*checkpoint\.pt.*expected a checkpoint"
+        ):
+            go(tmp_path / "parts", **options, resume=True)
+    torch.save({"other": 1}, checkpoint)
+    with pytest.raises(ValueError, match="expected a checkpoint of this trainer"):
+        go(tmp_path / "parts", **options, resume=True)
     left = sorted(p.name for p in (tmp_path / "parts").iterdir())
     assert left == [
         "checkpoint.pt", "config.json", "metrics.jsonl", "model.safetensors", "training.json",
@@ -247,6 +258,8 @@ def test_parameter_matched_and_plain_arms_train(tmp_path):
         ({"data": ()}, "train: data"),
         ({"mask_token_id": VOCAB}, "mask_token_id: got 32"),
         ({"held_out": 64}, "held_out: got 64"),
+        ({"block_size": 1}, "block_size: got 1, expected at least 2"),
+        ({"device": "gpu"}, "train: device: got 'gpu'"),
     ],
 )
 def test_errors_name_the_field(tmp_path, change, message):
@@ -258,6 +271,22 @@ def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
     data = TokenDataset.from_sequences([([1, 2, VOCAB, 3], [True] * 4)] * 9)
     with pytest.raises(ValueError, match="data: got token 32, expected ids below"):
         Trainer(config(tmp_path), model=target(), data=data)
+    data = TokenDataset.from_sequences([([1, 2, -1, 3], [True] * 4)] * 9)
+    with pytest.raises(ValueError, match="data: got token -1, expected ids below"):
+        Trainer(config(tmp_path), model=target(), data=data)
+    with pytest.raises(ValueError, match="data: got no sequence"):
+        Trainer(config(tmp_path), model=target(), data=TokenDataset.from_sequences([]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_a_missing_gpu_or_target_is_one_line(tmp_path):
+    """`--device cuda` is the default: without a GPU it must say so, and not fail in Torch."""
+    words = ["--target", str(tmp_path), "--data", "x.npz", "--output", str(tmp_path / "out"),
+             "--mask-token-id", "2", "--max-steps", "1"]  # fmt: skip
+    result = CliRunner().invoke(cli.main, words)
+    assert result.exit_code == 1 and "train: device: got 'cuda', but Torch finds" in result.output
+    result = CliRunner().invoke(cli.main, [*words, "--device", "cpu"])
+    assert result.exit_code == 1 and "train: target: got" in result.output
 
 
 def test_command_line(tmp_path):

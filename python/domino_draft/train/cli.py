@@ -8,7 +8,6 @@ import types
 import typing
 
 import click
-import torch
 
 from .trainer import ARMS, TrainConfig, run
 
@@ -66,12 +65,8 @@ def main(**options) -> None:
     """Train a drafter for a target model and export it as a Hugging Face folder."""
     try:
         config = TrainConfig(**options)
-        if config.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(
-                f"train: device: got {config.device!r}, but Torch finds no CUDA device"
-            )
         summary = run(config)
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(summary, indent=2))
 

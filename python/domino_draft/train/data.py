@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,11 +143,22 @@ class TokenDataset:
         With `prompt_lengths` (int [n], also accepted as `prompt_lens`) every token of a sequence
         from that index on is supervised.
         """
-        arrays = _read_arrays(Path(path))
+        arrays = read_arrays(Path(path))
         for name in ("tokens", "offsets"):
             if name not in arrays:
                 raise ValueError(f"TokenDataset: {name}: missing in {path}, expected an array")
+        for name, array in arrays.items():  # a cast would cut the numbers and say nothing
+            kinds = "biu" if name == "loss_mask" else "iu"
+            if name in _ARRAYS and array.dtype.kind not in kinds:
+                raise TypeError(
+                    f"TokenDataset: {name}: got {array.dtype} in {path}, expected integers"
+                )
         tokens, offsets = arrays["tokens"], arrays["offsets"].astype(np.int64)
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31:
+            raise ValueError(
+                f"TokenDataset: tokens: got {tokens.min()} to {tokens.max()} in {path}, expected "
+                "token ids"
+            )
         if tokens.dtype not in (np.uint16, np.int32):
             tokens = tokens.astype(np.int32)
         if "loss_mask" in arrays:
@@ -164,6 +177,9 @@ class TokenDataset:
             position = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
             mask = position >= np.repeat(prompts.astype(np.int64), lengths)
         return cls(tokens, offsets, mask)
+
+
+_ARRAYS = ("tokens", "offsets", "loss_mask", "prompt_lengths", "prompt_lens")
 
 
 def concatenate(parts: Sequence[TokenDataset]) -> TokenDataset:
@@ -203,10 +219,14 @@ def from_jsonl(path: str | os.PathLike, tokenizer: Any, max_length: int) -> Toke
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            record = json.loads(line)
             where = f"{Path(path).name}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"from_jsonl: {where}: got no JSON ({error})") from error
             if isinstance(record, dict) and "text" in record:
-                sequences += _text_sequences(record["text"], tokenizer, max_length)
+                text = _string(record, "text", where)
+                sequences += _text_sequences(text, tokenizer, max_length)
                 continue
             ids, mask = tokenize_chat(_messages(record, where), tokenizer, where)
             sequences.append((ids[:max_length], mask[:max_length]))
@@ -447,38 +467,64 @@ def _rng(seed: int, purpose: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, purpose, index])))
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
     if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
-        return load_file(path)
-    with np.load(path) as file:
-        return {name: file[name] for name in file.files}
+        damage: tuple[type[Exception], ...] = (SafetensorError, ValueError)
+    else:
+        damage = (zipfile.BadZipFile, zlib.error, ValueError, EOFError)
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    except damage as error:
+        raise ValueError(f"TokenDataset: {path}: got a damaged file ({error})") from error
 
 
 def _messages(record: Any, where: str) -> list[dict[str, str]]:
     if isinstance(record, dict) and "messages" in record:
-        return [{"role": m["role"], "content": m["content"]} for m in record["messages"]]
+        return [
+            {"role": _string(m, "role", where), "content": _string(m, "content", where)}
+            for m in _turns(record, "messages", where)
+        ]
     if isinstance(record, dict) and "conversations" in record:
         roles = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
                  "system": "system"}  # fmt: skip
-        turns = record["conversations"]
+        turns = _turns(record, "conversations", where)
         for turn in turns:
-            if turn["from"] not in roles:
+            if _string(turn, "from", where) not in roles:
                 raise ValueError(
                     f"from_jsonl: {where}: got speaker {turn['from']!r}, expected one of "
                     f"{sorted(roles)}"
                 )
-        return [{"role": roles[t["from"]], "content": t["value"]} for t in turns]
+        return [{"role": roles[t["from"]], "content": _string(t, "value", where)} for t in turns]
     if isinstance(record, dict) and "prompt" in record and "response" in record:
         return [
-            {"role": "user", "content": record["prompt"]},
-            {"role": "assistant", "content": record["response"]},
+            {"role": "user", "content": _string(record, "prompt", where)},
+            {"role": "assistant", "content": _string(record, "response", where)},
         ]
     raise ValueError(
         f"from_jsonl: {where}: got {type(record).__name__} without messages, conversations, "
         "prompt + response or text, expected one of them"
     )
+
+
+def _turns(record: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
+    turns = record[name]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(f"from_jsonl: {where}: {name}: got {turns!r}, expected a list of objects")
+    return turns
+
+
+def _string(record: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(record.get(name), str):
+        raise ValueError(
+            f"from_jsonl: {where}: {name}: got {record.get(name)!r}, expected a string"
+        )
+    return record[name]
 
 
 def _template(tokenizer: Any, messages: Sequence[dict], generation_prompt: bool) -> list[int]:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from ..row_attention import RowStore, install
+from ..target import Target
+from .data import read_arrays
 
 LOOP_WINDOW = 96
 MAX_PERIOD = 32
@@ -376,8 +378,10 @@ def load_prompts(
     rest is greedy. `shard` = (index, count) keeps every count-th prompt, so that several processes
     share one file.
     """
-    with np.load(path) as file:
-        data = {name: file[name] for name in file.files}
+    data = read_arrays(Path(path))
+    for name in ("tokens", "offsets", "kind", "domain"):
+        if name not in data:
+            raise ValueError(f"regenerate: prompts: {name}: missing in {path}, expected an array")
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(data["kind"]))
     answers = np.where(rng.random(len(order)) < sampled_fraction, temperature, 0.0)
@@ -419,10 +423,11 @@ def run(
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not (Path(target) / "config.json").is_file():
+        raise ValueError(f"regenerate: target: got {target!r}, expected a model's folder")
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype)).to(device)
-    stop = model.generation_config.eos_token_id
-    stop = stop if isinstance(stop, list) else [stop]
+    stop = Target(model).stop_token_ids
     suffix = _turn_suffix(tokenizer)
     regenerator = Regenerator(
         model,

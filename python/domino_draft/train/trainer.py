@@ -193,11 +193,13 @@ class Trainer:
     ):
         """model, data, tokenizer: used instead of loading config.target and config.data."""
         self.config = config
-        self.device = torch.device(config.device)
+        self.device = _device(config.device)
         dtype = getattr(torch, config.dtype)
         if model is None:
             from transformers import AutoModelForCausalLM
 
+            if not (Path(config.target) / "config.json").is_file():
+                raise ValueError(f"train: target: got {config.target!r}, expected a model's folder")
             model = AutoModelForCausalLM.from_pretrained(
                 config.target, dtype=dtype, attn_implementation="sdpa"
             )
@@ -205,11 +207,16 @@ class Trainer:
         shape = drafter_config(config, model.config)
         if data is None:
             data = load_data(config, tokenizer)
-        if int(data.tokens.max(initial=0)) >= shape.vocab_size:
+        if len(data) == 0:
             raise ValueError(
-                f"train: data: got token {int(data.tokens.max())}, expected ids below the target's "
-                f"vocabulary of {shape.vocab_size}"
+                f"train: data: got no sequence with two supervised tokens in a row in {config.data}"
             )
+        for token in (int(data.tokens.max(initial=0)), int(data.tokens.min(initial=0))):
+            if not 0 <= token < shape.vocab_size:
+                raise ValueError(
+                    f"train: data: got token {token}, expected ids below the target's vocabulary "
+                    f"of {shape.vocab_size}"
+                )
         train, held_out = data.split(config.held_out, config.seed)
         self.sampler = self._sampler(train)
         self.held_out = self._sampler(held_out, shuffle=False) if config.held_out else None
@@ -338,8 +345,14 @@ class Trainer:
             raise ValueError(
                 f"train: resume: got {str(path)!r}, expected a checkpoint to resume from"
             )
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        mine, saved = self.config.resume_contract(), state["contract"]
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            saved = state["contract"]
+        except Exception as error:  # what a damaged pickle raises is anybody's guess
+            raise ValueError(
+                f"train: resume: got {str(path)!r} ({error}), expected a checkpoint of this trainer"
+            ) from error
+        mine = self.config.resume_contract()
         for field in mine:
             if mine[field] != saved.get(field):
                 raise ValueError(
@@ -362,6 +375,19 @@ class Trainer:
         temporary = path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, path)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"train: device: got {name!r}, expected a device ({error})") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"train: device: got {name!r}, but Torch finds no CUDA device; --device cpu --dtype "
+            "float32 --attention dense trains without one"
+        )
+    return device
 
 
 def load_data(config: TrainConfig, tokenizer: Any = None) -> TokenDataset:
