@@ -277,6 +277,50 @@ def test_sampling_is_reproducible_and_independent_of_the_batch(target, reference
             assert mine == (whole[: whole.index(stop) + 1] if stop in whole else whole)
 
 
+def test_shortest_calls_and_duplicates(target, reference, tiny_config):
+    """One prompt token, one new token, the first token a stop, the same row three times."""
+    made = drafters(tiny_config, reference[1:2])
+    for kind in ("none", "oracle", "domino", "dflash-plain-label"):
+        for prompt, text in zip(PROMPTS[:2], reference):
+            one = generate(target, made[kind], [prompt], max_new_tokens=1)
+            assert one.sequences == [text[:1]] and one.finish == ["length"]
+            assert one.stats.accepted == [[]] and one.stats.accepted_length == 0
+            stopped = generate(
+                target, made[kind], [prompt], max_new_tokens=NEW, stop_token_ids=text[:1]
+            )
+            assert stopped.sequences == [text[:1]] and stopped.finish == ["stop"]
+            assert stopped.stats.cycles == 0
+    made["oracle"] = Oracle(reference[1:2] * 3)
+    for kind in ("oracle", "domino", "sliding"):
+        same = generate(target, made[kind], PROMPTS[1:2] * 3, max_new_tokens=NEW)
+        assert same.sequences == reference[1:2] * 3
+        assert same.stats.accepted[0] == same.stats.accepted[1] == same.stats.accepted[2]
+
+
+def test_a_stop_token_inside_an_accepted_block_ends_the_row_there(target, reference):
+    text = reference[0]
+    at = next(i for i in range(2, NEW) if text[i] not in text[:i] and i % 8 not in (0, 7))
+    oracle = Oracle(reference[:1], wrong=10**6, gap=10**6)
+    done = generate(
+        target, oracle, PROMPTS[:1], max_new_tokens=NEW, num_drafts=7, stop_token_ids=[text[at]]
+    )
+    assert done.sequences == [text[: at + 1]] and done.finish == ["stop"]
+    assert done.stats.tokens == at + 1 and sum(done.stats.accepted[0]) > at  # whole cycles
+
+
+def test_a_stream_closed_early_leaves_nothing_behind(target, tiny_config):
+    drafter = drafters(tiny_config, [])["domino"]
+    chunks = stream(target, drafter, PROMPTS, max_new_tokens=NEW)
+    for _ in range(6):
+        next(chunks)
+        assert not torch.is_inference_mode_enabled()
+    chunks.close()
+    assert not torch.is_inference_mode_enabled()
+    assert not any(layer._forward_hooks for layer in target.layers)
+    with pytest.raises(StopIteration):
+        next(chunks)
+
+
 def test_greedy_and_sampled_rows_in_one_batch(target, reference):
     temperatures = [0.0, 0.9, 0.0, 0.9]
     oracle = Oracle(reference)
