@@ -11,8 +11,9 @@ token follows the target's law.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,19 +78,18 @@ def generate(
     """Decode a batch of prompts, with a drafter or (None) with the target alone.
 
     prompts: token ids, or strings when the target has a tokenizer (no chat template is applied).
-    temperature and seed: one for all or one a row; 0 is greedy. An int seed gives row r seed + r,
-    and a row's output depends on its own prompt, seed and temperature only, up to the rounding of
-    batched arithmetic. stop_token_ids None: the model's own; () never stops. num_drafts: tokens
-    drafted a cycle, up to drafter.max_drafts.
+    temperature and seed: one for all or one a row; 0 is greedy. An int seed gives row r seed + r;
+    seeds count modulo 2**64, as in domino_kernels.rng. A row's output depends on its own prompt,
+    seed and temperature only, up to the rounding of batched arithmetic. stop_token_ids None: the
+    model's own; () never stops. num_drafts: tokens drafted a cycle, up to drafter.max_drafts.
 
     Raises:
         ValueError: an empty prompt, a prompt and max_new_tokens longer than the model allows, an
             id outside the vocabulary, a drafter that does not fit the target.
+        TypeError: an argument of another kind (ids and seeds are integers).
     """
     stats = Stats()
-    sequences: list[list[int]] = [[] for _ in prompts]
-    finish = ["length"] * len(prompts)
-    for chunk in stream(
+    chunks = stream(
         target,
         drafter,
         prompts,
@@ -99,7 +99,10 @@ def generate(
         stop_token_ids=stop_token_ids,
         num_drafts=num_drafts,
         stats=stats,
-    ):
+    )
+    sequences: list[list[int]] = [[] for _ in prompts]
+    finish = ["length"] * len(prompts)
+    for chunk in chunks:
         sequences[chunk.row] += chunk.tokens
         finish[chunk.row] = chunk.finish or finish[chunk.row]
     return GenerateResult(sequences, finish, stats)
@@ -131,15 +134,24 @@ def stream(
     Arguments are checked when this is called, not at the first chunk.
     """
     ids = _prompt_ids(target, prompts, max_new_tokens)
-    temperatures = _per_row("temperature", temperature, len(ids), float)
-    if any(not 0 <= t < float("inf") for t in temperatures):
-        raise ValueError(f"generate: temperature: got {temperature}, expected finite and >= 0")
-    seeds = [seed + row for row in range(len(ids))] if isinstance(seed, int) else list(seed)
-    seeds = _per_row("seed", seeds, len(ids), int)
-    stops = frozenset(target.stop_token_ids if stop_token_ids is None else stop_token_ids)
+    temperatures = _per_row("temperature", temperature, len(ids), float, "numbers")
+    if any(not 0 <= t <= torch.finfo(torch.float32).max for t in temperatures):
+        raise ValueError(
+            f"generate: temperature: got {temperature}, expected >= 0 and finite in float32"
+        )
+    if not _is_list(seed):
+        seed = [_per_row("seed", seed, 1, index, "integers")[0] + row for row in range(len(ids))]
+    seeds = _per_row("seed", seed, len(ids), index, "integers")
+    seeds = [(s + 2**63) % 2**64 - 2**63 for s in seeds]  # the same 64 bits as an int64
+    stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+    if not _is_list(stops):
+        raise TypeError(f"generate: stop_token_ids: got {stops!r}, expected a list of ids")
+    stops = frozenset(_ids("stop_token_ids", stops))
     drafts = 0
     if drafter is not None:
         drafts = drafter.default_drafts if num_drafts is None else num_drafts
+        if not hasattr(drafts, "__index__"):
+            raise TypeError(f"generate: num_drafts: got {drafts!r}, expected an integer")
         if not 1 <= drafts <= drafter.max_drafts:
             raise ValueError(
                 f"generate: num_drafts: got {drafts}, expected 1..{drafter.max_drafts}"
@@ -283,16 +295,32 @@ class _Loop:
             self.session.select(alive)
 
 
-def _per_row(name: str, value, rows: int, kind: type) -> list:
-    values = list(value) if isinstance(value, Sequence) else [value] * rows
+def _is_list(value) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, str) and getattr(value, "ndim", 1)
+
+
+def _per_row(name: str, value, rows: int, kind: Callable, kinds: str) -> list:
+    values = list(value) if _is_list(value) else [value] * rows
     if len(values) != rows:
         raise ValueError(f"generate: {name}: got {len(values)} values, expected {rows} (one a row)")
-    return [kind(v) for v in values]
+    try:
+        return [kind(v) for v in values]
+    except (TypeError, ValueError):
+        raise TypeError(f"generate: {name}: got {value!r}, expected {kinds}") from None
+
+
+def _ids(name: str, tokens) -> list[int]:
+    try:
+        return [index(token) for token in tokens]
+    except TypeError:
+        raise TypeError(f"generate: {name}: got {tokens!r}, expected a list of integers") from None
 
 
 def _prompt_ids(target: Target, prompts: Sequence, max_new_tokens: int) -> list[list[int]]:
-    if isinstance(prompts, str) or len(prompts) == 0:
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or len(prompts) == 0:
         raise ValueError(f"generate: prompts: got {prompts!r}, expected a list of prompts")
+    if not hasattr(max_new_tokens, "__index__"):
+        raise TypeError(f"generate: max_new_tokens: got {max_new_tokens!r}, expected an integer")
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens: got {max_new_tokens}, expected at least 1")
     result = []
@@ -304,7 +332,7 @@ def _prompt_ids(target: Target, prompts: Sequence, max_new_tokens: int) -> list[
                     "tokenizer)"
                 )
             prompt = target.tokenizer(prompt)["input_ids"]
-        ids = [int(token) for token in prompt]
+        ids = _ids(f"prompts[{i}]", prompt)
         if not ids:
             raise ValueError(f"generate: prompts[{i}]: got no tokens, expected at least one")
         bad = next((t for t in ids if not 0 <= t < target.vocab_size), None)

@@ -3,6 +3,7 @@
 import functools
 import os
 
+import numpy as np
 import pytest
 import torch
 from domino_draft import DominoDrafter, Target, generate, greedy_report, smollm2, stream
@@ -230,13 +231,24 @@ def test_errors(target, tiny_config):
     domino = DominoDrafter(tiny_config())
     refused(ValueError, r"prompts\[1\]: got no tokens", [[1], []])
     refused(ValueError, "prompts: got", [])
+    refused(ValueError, "prompts: got None", None)
+    refused(TypeError, r"prompts\[0\]: got 1, expected a list of integers", [1, 2])
+    refused(TypeError, r"prompts\[0\]: got \[1.5\], expected a list of integers", [[1.5]])
     refused(ValueError, r"prompts\[0\]: got 253 tokens .* at most 256", [[1] * 253])
     refused(ValueError, r"prompts\[0\]: got token 61, expected 0..60", [[61]])
     refused(ValueError, r"prompts\[0\]: got token -1", [[-1]])
     refused(TypeError, r"prompts\[0\]: got a string", ["hello"])
     refused(ValueError, "max_new_tokens: got 0", max_new_tokens=0)
+    refused(TypeError, "max_new_tokens: got 1.5, expected an integer", max_new_tokens=1.5)
+    refused(TypeError, "temperature: got None, expected numbers", temperature=None)
+    refused(TypeError, "seed: got 0.5, expected integers", seed=0.5)
+    refused(TypeError, r"seed: got \['a'\], expected integers", seed=["a"])
+    refused(TypeError, "stop_token_ids: got 2, expected a list", stop_token_ids=2)
+    refused(TypeError, "stop_token_ids: got '2', expected a list", stop_token_ids="2")
+    refused(TypeError, "num_drafts: got 2.5, expected an integer", drafter=domino, num_drafts=2.5)
     refused(ValueError, "temperature: got -1", temperature=-1.0)
     refused(ValueError, "temperature: got nan", temperature=float("nan"))
+    refused(ValueError, r"temperature: got 1e\+39, expected", temperature=1e39)
     refused(ValueError, "seed: got 2 values, expected 1", seed=[1, 2])
     refused(ValueError, "temperature: got 2 values", temperature=[0.5, 1.0])
     refused(ValueError, "num_drafts: got 5, expected 1..4", drafter=domino, num_drafts=5)
@@ -275,6 +287,20 @@ def test_sampling_is_reproducible_and_independent_of_the_batch(target, reference
         ).sequences
         for mine, whole in zip(cut, batch):
             assert mine == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+
+
+def test_any_integer_is_a_seed():
+    """64 bits count: a seed past int64 is the negative one of the same bits, the last one wraps."""
+    target = Target(tiny_model("Llama"))
+    settings = dict(max_new_tokens=8, temperature=0.9)
+
+    def texts(seed, prompts=PROMPTS[:2]):
+        return generate(target, None, prompts, seed=seed, **settings).sequences
+
+    assert texts(2**63) == texts(-(2**63)) != texts(2**63 - 2)
+    assert texts(2**64 + 3) == texts(3) == texts(np.int64(3)) == texts(torch.tensor([3, 4]))
+    assert texts(2**63 - 1) == texts([2**63 - 1, -(2**63)])
+    assert texts(-1) == texts([2**64 - 1, 0])
 
 
 def test_shortest_calls_and_duplicates(target, reference, tiny_config):
