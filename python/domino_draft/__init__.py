@@ -12,7 +12,6 @@ _EXPORTS = {
     "DFlashBackbone": "backbone",
     "block_mask": "backbone",
     "Checkpoint": "checkpoint",
-    "load_checkpoint": "checkpoint",
     "DominoHead": "head",
     "DominoDrafter": "drafter",
     "RowCache": "cache",

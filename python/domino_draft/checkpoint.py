@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-    from .drafter import DominoDrafter
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of the dtypes that are read
 
@@ -177,36 +174,6 @@ class Checkpoint:
                 for tensor in self.tensors.values():
                     if tensor.file == file:
                         yield tensor.name, lambda s=store, k=tensor.key: s.get_tensor(k)
-
-
-def load_checkpoint(
-    path: str | os.PathLike,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> DominoDrafter:
-    """The drafter in a checkpoint of any public form; dtype None keeps what the config names.
-
-    `DominoDrafter.from_pretrained` reads the same folder as `save_pretrained` writes it; this also
-    takes files by their path, the forms of speculators, and says what is wrong with a broken one.
-
-    Raises:
-        ValueError: a file is missing or broken, a field unknown or contradictory, a tensor
-            missing, extra or of another shape (named).
-    """
-    import torch
-
-    from .config import DominoConfig
-    from .drafter import DominoDrafter
-
-    stored = Checkpoint(path)
-    config = DominoConfig.from_dict(stored.config)
-    with torch.device("meta"):
-        drafter = DominoDrafter(config)
-    stored.check({name: tuple(t.shape) for name, t in drafter.state_dict().items()})
-    dtype = dtype or getattr(torch, config.dtype)
-    tensors = {n: load().to(device=device, dtype=dtype) for n, load in stored.load()}
-    drafter.load_state_dict(tensors, assign=True)
-    return drafter.eval()
 
 
 def _error(field: str, got: Any, expected: str) -> ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,9 +20,6 @@ from .head import DominoHead
 
 if TYPE_CHECKING:
     from .target import Target
-
-
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -139,47 +136,27 @@ class DominoDrafter(DFlashBackbone):
     @classmethod
     def from_pretrained(
         cls,
-        folder: str | os.PathLike,
+        path: str | os.PathLike,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> DominoDrafter:
-        """Load `config.json` and (sharded) safetensors from a local folder.
+        """The drafter in a checkpoint of any public form: a folder, sharded or not, or a file.
 
-        dtype None keeps the dtype that the config names. Legacy `logit_head.` names are read.
+        dtype None keeps the dtype that the config names. See `Checkpoint` for the forms.
 
         Raises:
-            ValueError: a file is damaged; a tensor is missing, extra or of another shape (named).
-            TypeError: a tensor is quantised or holds integers (named).
+            ValueError: a file is missing or broken, a field unknown or contradictory, a tensor
+                missing, extra, quantised or of another shape (named).
         """
-        config = DominoConfig.from_pretrained(folder)
+        from .checkpoint import Checkpoint
+
+        stored = Checkpoint(path)
+        config = DominoConfig.from_dict(stored.config)
         with torch.device("meta"):
             drafter = cls(config)
+        stored.check({name: tuple(t.shape) for name, t in drafter.state_dict().items()})
         dtype = dtype or getattr(torch, config.dtype)
-        expected = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
-        tensors: dict[str, Tensor] = {}
-        for key, load in _stored_tensors(Path(folder)):
-            name = key.removeprefix("logit_head.")
-            if name not in expected:
-                raise ValueError(f"from_pretrained: {key}: got a tensor that is not in the model")
-            if name in tensors:
-                raise ValueError(f"from_pretrained: {key}: got this tensor twice, expected once")
-            tensor = load()
-            if tensor.dtype not in _DTYPES:
-                raise TypeError(
-                    f"from_pretrained: {key}: got {tensor.dtype}, expected one of {_DTYPES}"
-                )
-            if tuple(tensor.shape) != expected[name]:
-                raise ValueError(
-                    f"from_pretrained: {key}: got shape {list(tensor.shape)}, "
-                    f"expected {list(expected[name])}"
-                )
-            tensors[name] = tensor.to(device=device, dtype=dtype)
-        missing = sorted(expected.keys() - tensors.keys())
-        if missing:
-            raise ValueError(
-                f"from_pretrained: {missing[0]}: missing in {folder}, "
-                f"expected {list(expected[missing[0]])} ({len(missing)} missing in all)"
-            )
+        tensors = {n: load().to(device=device, dtype=dtype) for n, load in stored.load()}
         drafter.load_state_dict(tensors, assign=True)
         return drafter.eval()
 
@@ -261,31 +238,3 @@ class DominoSession:
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
-
-
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, loader) of every tensor in the folder's safetensors, sharded or not."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    files = ["model.safetensors"]
-    if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"from_pretrained: {index}: got {error!r}, expected JSON with a weight_map"
-            ) from error
-    for name in files:
-        if not (folder / name).is_file():
-            raise ValueError(f"from_pretrained: folder: got {folder}, no {name} in it")
-        try:
-            opened = safe_open(folder / name, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(
-                f"from_pretrained: {folder / name}: got a damaged file ({error}), expected "
-                "safetensors"
-            ) from error
-        with opened as store:
-            for key in store.keys():
-                yield key, lambda store=store, key=key: store.get_tensor(key)

@@ -48,8 +48,8 @@ def load_drafter(name: str | os.PathLike, target: Target) -> Drafter | None:
         from .ngram import NgramDrafter
 
         return NgramDrafter()
-    from .checkpoint import load_checkpoint
     from .config import DominoConfig
+    from .drafter import DominoDrafter
 
     folder = shipped_drafter() if str(name) == "shipped" else Path(name)
     if not folder.exists():
@@ -61,7 +61,7 @@ def load_drafter(name: str | os.PathLike, target: Target) -> Drafter | None:
     if errors:
         raise ValueError(f"drafter: {errors[0]}")
     config.resolve_mask_token(target.tokenizer)
-    return load_checkpoint(folder, target.dtype, target.device)
+    return DominoDrafter.from_pretrained(folder, target.dtype, target.device)
 
 
 def shipped_drafter() -> Path:

@@ -142,13 +142,13 @@ def test_wrong_tensors_are_named(drafter, tmp_path, edit, message):
         DominoDrafter.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_tensor_of_another_kind_is_named(drafter, tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_a_tensor_of_another_kind_is_named(drafter, tmp_path, dtype, name):
     """Quantised weights are codes: reading them as numbers would load without a word."""
     tensors = dict(drafter.state_dict())
     tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
     write(tmp_path, drafter, tensors)
-    with pytest.raises(TypeError, match=rf"fc\.weight: got {dtype}, expected one of"):
+    with pytest.raises(ValueError, match=rf"fc\.weight: got {name}, expected one of"):
         DominoDrafter.from_pretrained(tmp_path)
 
 
@@ -157,11 +157,15 @@ def test_a_damaged_file_is_named(drafter, tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     for part in (b"", whole[:100], whole[:-1]):
         (tmp_path / "model.safetensors").write_bytes(part)
-        with pytest.raises(ValueError, match=r"model\.safetensors: got a damaged file"):
+        with pytest.raises(
+            ValueError, match=r"got .*model\.safetensors.*, expected .*(cut short|fetch it again)"
+        ):
             DominoDrafter.from_pretrained(tmp_path)
     for text in ("{", "{}", "[]", '{"weight_map": null}'):
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(ValueError, match=r"index\.json: got .*expected JSON with a weight_map"):
+        with pytest.raises(
+            ValueError, match=r"got .*index\.json.*, expected (JSON|a JSON object|a weight_map)"
+        ):
             DominoDrafter.from_pretrained(tmp_path)
 
 

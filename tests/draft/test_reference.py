@@ -35,7 +35,6 @@ from domino_draft import (
     Target,
     block_mask,
     generate,
-    load_checkpoint,
 )
 from domino_draft.backbone import dense_mask
 from domino_draft.cache import row_mask
@@ -463,11 +462,10 @@ def test_reference_checkpoints_are_read(tiny_config, tmp_path, shard):
     model.save_pretrained(tmp_path / "theirs", **({"max_shard_size": shard} if shard else {}))
     files = sorted(p.name for p in (tmp_path / "theirs").glob("*.safetensors*"))
     assert len(files) > 2 if shard else files == ["model.safetensors"]
-    for read in (DominoDrafter.from_pretrained, load_checkpoint):
-        back = read(tmp_path / "theirs")
-        assert back.config == config
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(back.state_dict()[name], tensor), name
+    back = DominoDrafter.from_pretrained(tmp_path / "theirs")
+    assert back.config == config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
 
 
 def test_early_checkpoints_are_read_alike(tiny_config, tmp_path):
@@ -480,7 +478,7 @@ def test_early_checkpoints_are_read_alike(tiny_config, tmp_path):
         for n, t in drafter.state_dict().items()
     }
     save_file(early, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    back = load_checkpoint(tmp_path)
+    back = DominoDrafter.from_pretrained(tmp_path)
     model = DominoDraftModel(DominoDraftModel.config_class.from_pretrained(tmp_path))
     model.load_state_dict(dict(early))
     for name, tensor in drafter.state_dict().items():
