@@ -127,14 +127,6 @@ def test_a_hub_name_is_not_fetched(tmp_path, monkeypatch):
         _ = Checkpoint(tmp_path / "notes.txt").files
 
 
-def test_quantised_tensors_are_refused(drafter, tmp_path):
-    tensors = dict(drafter.state_dict())
-    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
-    write(tmp_path, drafter, tensors)
-    with pytest.raises(ValueError, match=r"fc\.weight: got F8_E4M3, expected one of .*dequant"):
-        DominoDrafter.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -124,31 +124,13 @@ def test_sharded(drafter, tmp_path):
         DominoDrafter.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda t: t.pop("fc.weight"), r"fc\.weight: missing"),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(1)}), r"lm_head\.weight: got a tensor"),
-        (lambda t: t.update({"norm.weight": torch.ones(31)}), r"norm\.weight: got shape \[31\]"),
-        (lambda t: t.update({"logit_head.embed_proj.0.weight": torch.zeros(8, 56)}), "twice"),
-    ],
-    ids=["missing", "extra", "shape", "twice"],
-)  # fmt: skip
-def test_wrong_tensors_are_named(drafter, tmp_path, edit, message):
-    tensors = dict(drafter.state_dict())
-    edit(tensors)
-    write(tmp_path, drafter, tensors)
-    with pytest.raises(ValueError, match=message):
-        DominoDrafter.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
 def test_a_tensor_of_another_kind_is_named(drafter, tmp_path, dtype, name):
     """Quantised weights are codes: reading them as numbers would load without a word."""
     tensors = dict(drafter.state_dict())
     tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
     write(tmp_path, drafter, tensors)
-    with pytest.raises(ValueError, match=rf"fc\.weight: got {name}, expected one of"):
+    with pytest.raises(ValueError, match=rf"fc\.weight: got {name}, expected one of .*dequant"):
         DominoDrafter.from_pretrained(tmp_path)
 
 

@@ -7,6 +7,7 @@ from domino_draft import Target, evaluate, generate
 from domino_draft.ngram import NgramDrafter
 
 from .conftest import tiny_model
+from .test_ngram import latest_place
 from .tokens import chat_tokenizer
 
 
@@ -111,17 +112,6 @@ def offline(prompt, text, propose):
         cycles.append(right + 1)
         position += right + 1
     return cycles
-
-
-def latest_place(tokens, max_ngram, count):
-    for n in range(min(max_ngram, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if tokens[start : start + n] == tokens[-n:]:
-                text = list(tokens)
-                for i in range(count):
-                    text.append(text[start + n + i])
-                return text[len(tokens) :]
-    return []
 
 
 def test_second_turn_follows_the_own_answer(target, prompts):

@@ -31,7 +31,7 @@ def test_proposals(row, expected):
     assert found.dtype == torch.int64 and found.tolist() == [expected]
 
 
-def reference(tokens, max_ngram, count):
+def latest_place(tokens, max_ngram, count):
     """The definition, by search."""
     for n in range(min(max_ngram, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
@@ -50,7 +50,7 @@ def test_growing_rows_match_the_definition_and_rows_can_leave():
     for step in range(30):
         found = propose(session, rows, 7)
         for row, ids in zip(rows, found.tolist()):
-            assert [i for i in ids if i >= 0] == reference(row, 3, 7)
+            assert [i for i in ids if i >= 0] == latest_place(row, 3, 7)
         if step == 12:
             session.select([3, 1])
             rows = [rows[3], rows[1]]
