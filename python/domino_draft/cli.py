@@ -382,10 +382,10 @@ def _drafter_entry(entry: str) -> tuple[str, str, int | None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write whole, then rename: a reader never sees half a report."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    from .files import replacing
+
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @main.command(

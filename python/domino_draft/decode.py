@@ -146,7 +146,7 @@ def stream(
     stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
     if not _is_list(stops):
         raise TypeError(f"generate: stop_token_ids: got {stops!r}, expected a list of ids")
-    stops = frozenset(_ids("stop_token_ids", stops))
+    stops = frozenset(_ids("generate: stop_token_ids", stops))
     drafts = 0
     if drafter is not None:
         drafts = drafter.default_drafts if num_drafts is None else num_drafts
@@ -309,11 +309,28 @@ def _per_row(name: str, value, rows: int, kind: Callable, kinds: str) -> list:
         raise TypeError(f"generate: {name}: got {value!r}, expected {kinds}") from None
 
 
-def _ids(name: str, tokens) -> list[int]:
+def _ids(where: str, tokens) -> list[int]:
     try:
         return [index(token) for token in tokens]
     except TypeError:
-        raise TypeError(f"generate: {name}: got {tokens!r}, expected a list of integers") from None
+        raise TypeError(f"{where}: got {tokens!r}, expected a list of integers") from None
+
+
+def prompt_ids(where: str, target: Target, prompt: Sequence[int] | str) -> list[int]:
+    """Token ids of one prompt; an error begins with `where`, the op and the argument."""
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise TypeError(
+                f"{where}: got a string, expected token ids (the target has no tokenizer)"
+            )
+        prompt = target.tokenizer(prompt)["input_ids"]
+    ids = _ids(where, prompt)
+    if not ids:
+        raise ValueError(f"{where}: got no tokens, expected at least one")
+    bad = next((t for t in ids if not 0 <= t < target.vocab_size), None)
+    if bad is not None:
+        raise ValueError(f"{where}: got token {bad}, expected 0..{target.vocab_size - 1}")
+    return ids
 
 
 def _prompt_ids(target: Target, prompts: Sequence, max_new_tokens: int) -> list[list[int]]:
@@ -325,21 +342,7 @@ def _prompt_ids(target: Target, prompts: Sequence, max_new_tokens: int) -> list[
         raise ValueError(f"generate: max_new_tokens: got {max_new_tokens}, expected at least 1")
     result = []
     for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            if target.tokenizer is None:
-                raise TypeError(
-                    f"generate: prompts[{i}]: got a string, expected token ids (the target has no "
-                    "tokenizer)"
-                )
-            prompt = target.tokenizer(prompt)["input_ids"]
-        ids = _ids(f"prompts[{i}]", prompt)
-        if not ids:
-            raise ValueError(f"generate: prompts[{i}]: got no tokens, expected at least one")
-        bad = next((t for t in ids if not 0 <= t < target.vocab_size), None)
-        if bad is not None:
-            raise ValueError(
-                f"generate: prompts[{i}]: got token {bad}, expected 0..{target.vocab_size - 1}"
-            )
+        ids = prompt_ids(f"generate: prompts[{i}]", target, prompt)
         if target.max_length is not None and len(ids) + max_new_tokens > target.max_length:
             raise ValueError(
                 f"generate: prompts[{i}]: got {len(ids)} tokens and max_new_tokens "

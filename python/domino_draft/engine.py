@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .decode import _Loop
+from .decode import _Loop, prompt_ids
 from .drafter import Drafter
 from .slots import SlotBatch, SlotCache, begin_slots
 
@@ -145,7 +145,7 @@ class Engine(_Loop):
                 not fit max_length with its new tokens, or a setting is out of range. The request is
                 not taken and the others do not notice.
         """
-        ids = self._prompt_ids(prompt)
+        ids = prompt_ids("add: prompt", self.target, prompt)
         if max_new_tokens < 1:
             raise ValueError(f"add: max_new_tokens: got {max_new_tokens}, expected at least 1")
         if len(ids) + max_new_tokens > self.max_length:
@@ -164,23 +164,6 @@ class Engine(_Loop):
         self._added += 1
         self._waiting.append(request)
         return request.id
-
-    def _prompt_ids(self, prompt: Sequence[int] | str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise TypeError(
-                    "add: prompt: got a string, expected token ids (the target has no tokenizer)"
-                )
-            prompt = self.target.tokenizer(prompt)["input_ids"]
-        ids = [int(token) for token in prompt]
-        if not ids:
-            raise ValueError("add: prompt: got no tokens, expected at least one")
-        bad = next((t for t in ids if not 0 <= t < self.target.vocab_size), None)
-        if bad is not None:
-            raise ValueError(
-                f"add: prompt: got token {bad}, expected 0..{self.target.vocab_size - 1}"
-            )
-        return ids
 
     @torch.inference_mode()
     def cancel(self, request: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..evaluate import MAX_PERIOD, MIN_REPEATS, MIN_TAIL
+from ..files import replacing
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,8 @@ class TokenDataset:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write one .npz (temporary name, then renamed): tokens, offsets, loss_mask."""
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, tokens=self.tokens, offsets=self.offsets, loss_mask=self.loss_mask)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, tokens=self.tokens, offsets=self.offsets, loss_mask=self.loss_mask)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> TokenDataset:

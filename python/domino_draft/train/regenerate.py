@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..files import replacing
 from ..row_attention import RowStore, install
 from ..target import Target
 from .data import read_arrays
@@ -329,27 +330,24 @@ def save_responses(path, responses: Sequence[Response]) -> None:
     Arrays: `tokens` uint16 or int32 `[sum of lengths]`, `offsets` int64 `[n+1]`, `prompt_lengths`
     int32 `[n]`, `tags` int32 `[n]`, `temperatures` float32 `[n]`, `finished` bool `[n]`.
     """
-    path = Path(path)
     lengths = np.array([len(r.ids) for r in responses], np.int64)
     tokens = np.concatenate([r.ids for r in responses]) if responses else np.zeros(0, np.int32)
     small = tokens.size == 0 or tokens.max() < 2**16
-    temporary = path.with_name(path.name + ".tmp.npz")
-    np.savez_compressed(
-        temporary,
-        tokens=tokens.astype(np.uint16 if small else np.int32),
-        offsets=np.concatenate([[0], lengths.cumsum()]),
-        prompt_lengths=np.array([r.prompt_length for r in responses], np.int32),
-        tags=np.array([r.tag for r in responses], np.int32),
-        temperatures=np.array([r.temperature for r in responses], np.float32),
-        finished=np.array([r.finished for r in responses], bool),
-    )
-    temporary.replace(path)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(
+            file,
+            tokens=tokens.astype(np.uint16 if small else np.int32),
+            offsets=np.concatenate([[0], lengths.cumsum()]),
+            prompt_lengths=np.array([r.prompt_length for r in responses], np.int32),
+            tags=np.array([r.tag for r in responses], np.int32),
+            temperatures=np.array([r.temperature for r in responses], np.float32),
+            finished=np.array([r.finished for r in responses], bool),
+        )
 
 
 def load_responses(path) -> list[Response]:
     """Read what `save_responses` wrote."""
-    with np.load(path) as file:
-        data = {name: file[name] for name in file.files}
+    data = read_arrays(Path(path))
     offsets = data["offsets"]
     return [
         Response(

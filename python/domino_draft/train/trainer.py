@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from ..config import DominoConfig, default_target_layer_ids
 from ..drafter import DominoDrafter
+from ..files import replacing
 from .data import Batch, BatchSampler, TokenDataset, concatenate, load_any, trim_tails
 from .metrics import Meter
 from .objective import DeviceBatch, TargetFeatures, domino_loss, lambda_at
@@ -329,15 +329,8 @@ class Trainer:
             "seconds": self.seconds,
             "optimizer": self.optimizer.state_dict(),
         }
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
-        try:
-            torch.save(state, name)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(path) as temporary:
+            torch.save(state, temporary)
 
     def load(self, path: str | os.PathLike) -> None:
         """Continue from a checkpoint of the same run."""
@@ -371,10 +364,8 @@ class Trainer:
                 mine.copy_(trained)
         out.to(torch.bfloat16).save_pretrained(folder)
         record = {"config": dataclasses.asdict(self.config), **extra}
-        path = Path(folder) / "training.json"
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(Path(folder) / "training.json") as temporary:
+            temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _device(name: str) -> torch.device:
