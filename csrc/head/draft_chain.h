@@ -15,6 +15,7 @@
 // outside [0, vocab) (anchor) is clamped, so that nothing outside the embedding is read.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -72,6 +73,128 @@ struct DraftChainWorkspace {
     low_rank = take(padded(batch, 32) * padded(rank, 32) * 4);
   }
 };
+
+// ---- Block form: one persistent launch for the whole block, on pools ----
+//
+// The launches of one draft, all on one stream, each reading only what those before it wrote:
+//   draft_chain_pool     clears control->aborted; pool, from_hidden, keys of drafts < prefix (the
+//                        whole vocabulary's argmax), tile_max (exact)
+//   draft_chain_block    the chain on the pools: keys, tokens, scores of the drafts >= prefix,
+//                        tokens and scores of the others from keys, low_rank, states, first[b] =
+//                        prefix (drafts where row b is not active), restarts[b] = 0
+//   draft_chain_certify  exact: checks drafts first[b].. against the whole vocabulary with
+//                        low_rank; at the first that differs puts the true winner into keys,
+//                        tokens, scores, first[b] = that draft + 1, ++restarts[b]; otherwise
+//                        first[b] = drafts
+//   draft_chain_block    restart: rows with first[b] < drafts, on from states[b, first[b] - 1] and
+//                        keys[b, first[b] - 1] (draft j runs S_j from S_{j-1} and y_j)
+// A launch that finds control->aborted set leaves at once; a last one then does the whole draft.
+//
+// Score of an id, the same bits wherever it is computed: k in ascending order, 16 to an MMA
+// (m16n8k16, lane t of a quad takes k = 4t .. 4t + 3 of the 16), in four chains of
+// ceil(rank / 64) MMAs each, chain q over the k from q * 16 * ceil(rank / 64) on:
+//   score = base + ((c0 + c1) + (c2 + c3))         base with bias and mask: adjusted_base()
+
+// Kept between launches; all zero at first.
+struct ChainControl {
+  uint32_t epoch;  // of the next draft_chain_block launch: a multiple of kEpochStride, wraps around
+  uint32_t left;   // blocks that have left the launch; the last one moves epoch on
+  uint32_t aborted;  // not 0: draft_chain_block gave up waiting for one of its blocks
+  uint32_t unused[29];
+};
+constexpr uint32_t kEpochStride = 32;
+
+constexpr int kPoolTile = 128;  // ids of a tile of tile_max
+
+struct ChainBlockParams : DraftChainParams {
+  // optional inputs, 0 where absent
+  const void* table;           // [vocab, units / 16, 3, 16]: E W_ih^T, packed for chain_block
+  const int32_t* num_active;   // [1]: rows from it on are left alone
+  const float* temperature;    // [batch]: 0 = greedy; with it seed and block_start
+  const int64_t* seed;         // [batch]
+  const int64_t* block_start;  // [batch]
+  const uint32_t* mask;        // [batch, mask_stride]: bit v % 32 of word v / 32: v is allowed
+  const float* bias;           // [batch, bias_stride]: added to base_logits
+  int64_t mask_stride;
+  int64_t bias_stride;
+  int64_t vocab_valid;  // ids from it on are never drafted; vocab where all may be
+  int64_t pool_size;    // ids of a pool
+  int64_t pools;        // of a row: 1 (shared by the block) or drafts (pool j for draft j)
+  // outputs besides tokens and scores, 0 where not wanted
+  int32_t* restarts;   // [batch]
+  float* pool_logits;  // [batch, drafts, pool_size]: score of each id of the pool (sampled)
+  float* log_probs;    // [batch, drafts]: of the id under softmax(pool_logits / temperature)
+  // the plan's memory, at the offsets of ChainBlockWorkspace
+  ChainControl* control;
+  int32_t* first;      // [batch]: first draft that is not yet certified; drafts: row is done
+  uint64_t* keys;      // [batch, drafts]: argmax_key of y_{j+1}
+  int32_t* pool;       // [batch, pools, pool_size]: ids in any order; -1: none
+  float* from_hidden;  // [batch, corrected, rank]: W1h H
+  void* low_rank;      // [batch, corrected, rank]: u, rounded
+  void* states;        // [batch, drafts, units]: S_j, rounded
+  float* tile_max;     // [batch, corrected, ceil(vocab / kPoolTile)]: max of adjusted base
+  void* exchange;      // words that carry value and epoch (draft_chain_block.cuh)
+
+  DOMINO_HD int64_t corrected() const { return drafts > prefix ? drafts - prefix : 0; }
+};
+
+// y = base_logits[b, slot, v] as drafted from: with the bias, -inf where v is not allowed.
+template <class Base>
+DOMINO_HD float adjusted_base(const ChainBlockParams& p, const Base* row, int64_t b, int64_t v) {
+  float value = to_float(row[v]);
+  if (p.bias) value += p.bias[b * p.bias_stride + v];
+  if (v >= p.vocab_valid) value = -INFINITY;
+  if (p.mask && (p.mask[b * p.mask_stride + v / 32] >> (v % 32) & 1) == 0) value = -INFINITY;
+  return value;
+}
+
+struct ChainBlockWorkspace {
+  int64_t control, exchange;  // these two are zeroed once, before the first use
+  int64_t first, keys, pool, from_hidden, low_rank, states, tile_max;
+  int64_t bytes;
+
+  explicit ChainBlockWorkspace(const ChainBlockParams& p) {
+    const auto take = [&](int64_t size) {
+      const int64_t at = bytes;
+      bytes += (size + 255) / 256 * 256;
+      return at;
+    };
+    const int64_t rows = p.batch * p.corrected();
+    bytes = 0;
+    control = take(sizeof(ChainControl));
+    exchange = take(exchange_bytes(p.batch, p.units, p.rank, p.pool_size));
+    first = take(p.batch * 4);
+    keys = take(p.batch * p.drafts * 8);
+    pool = take(p.batch * p.pools * p.pool_size * 4);
+    from_hidden = take(rows * p.rank * 4);
+    low_rank = take(rows * p.rank * 2);
+    states = take(p.batch * p.drafts * p.units * 2);
+    tile_max = take(rows * ((p.vocab + kPoolTile - 1) / kPoolTile) * 4);
+  }
+
+  static int64_t exchange_bytes(int64_t batch, int64_t units, int64_t rank, int64_t pool_size) {
+    const int64_t keys = 64 * ((pool_size + 64 * 16 - 1) / (64 * 16));
+    return (batch + 63) / 64 * 64 * (units / 4 + rank / 4 + keys) * 16;
+  }
+
+  void bind(ChainBlockParams& p, void* memory) const {
+    char* at = static_cast<char*>(memory);
+    p.control = reinterpret_cast<ChainControl*>(at + control);
+    p.exchange = at + exchange;
+    p.first = reinterpret_cast<int32_t*>(at + first);
+    p.keys = reinterpret_cast<uint64_t*>(at + keys);
+    p.pool = reinterpret_cast<int32_t*>(at + pool);
+    p.from_hidden = reinterpret_cast<float*>(at + from_hidden);
+    p.low_rank = at + low_rank;
+    p.states = at + states;
+    p.tile_max = reinterpret_cast<float*>(at + tile_max);
+  }
+};
+
+// Launchers of the block form; each a phase of draft_chain_cuda.
+int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);  // shortlist.cu
+int draft_chain_block_cuda(const ChainBlockParams& p, bool restart, void* stream);
+int draft_chain_certify_cuda(const ChainBlockParams& p, void* stream);  // draft_chain_certify.cu
 
 int draft_chain_cuda(const DraftChainParams& p, void* stream);
 int draft_chain_cpu(const DraftChainParams& p);
