@@ -32,7 +32,7 @@ int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
   };
   const unsigned rank_blocks = ceil_div<int64_t>(p.rank, kTileRows);
   const unsigned vocab_blocks =
-      std::min<int64_t>(ceil_div<int64_t>(p.vocab, kTileRows * kChainWarps),
+      std::min<int64_t>(ceil_div<int64_t>(p.vocab, kTileRows * kHeadWarps),
                         2 * static_cast<int64_t>(device.processors));
   const dim3 hidden_grid(rank_blocks, tiles(p.batch * corrected, kTiles));
   const dim3 state_grid(ceil_div<int64_t>(p.units, 8), tiles(p.batch, kTiles));
@@ -44,7 +44,7 @@ int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
   const cudaError_t cleared = cudaMemsetAsync(p.keys, 0, ids * sizeof(*p.keys), stream);
   if (cleared != cudaSuccess) return cleared;
   const auto run = [&](bool overlap, dim3 grid, auto kernel, auto... arguments) {
-    launch_kernel(overlap, grid, kChainThreads, stream, kernel, p, arguments...);
+    launch_kernel(overlap, grid, kHeadThreads, stream, kernel, p, arguments...);
   };
   if (const int prefix = static_cast<int>(std::min(p.prefix, p.drafts))) {
     const dim3 grid(std::min(vocab_blocks, 64u), std::min(p.batch * prefix, kMaxGridY));
@@ -60,7 +60,7 @@ int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
       run(overlap, score_grid, chain_score<T, Base, kMma, kScoreTiles>, j);
     }
   }
-  run(overlap, ceil_div<int64_t>(ids, kChainThreads), chain_finish);
+  run(overlap, ceil_div<int64_t>(ids, kHeadThreads), chain_finish);
   return launched();
 }
 
