@@ -1,105 +1,273 @@
-"""Reference of verify_chain, float64, with the noise of domino_kernels.rng."""
+"""Reference of verify_chain, float64, with the noise of domino_kernels.rng.
+
+Row i of a request holds the target's law after drafts 0..i-1; the walks below say which drafts are
+kept and where the token after them comes from.
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from domino_kernels import rng
+from domino_kernels.reference.law import PLAIN, Sampling, edit, law
 
 NON_FINITE, EMPTY_ROW, BAD_ID, ZERO_RESIDUAL, BAD_DRAFT_LAW, BAD_PARAMETER, BAD_ROWS = (
     1 << n for n in range(7)
 )
+RULES = "greedy", "match", "onehot", "token", "block", "gumbel"
 
 
-def law(logits, temperature):
-    """softmax(logits / temperature) [V] and 0, or None and the status bit that says why not."""
-    logits = np.asarray(logits, np.float64)
-    if np.isnan(logits).any() or np.isposinf(logits).any():
-        return None, NON_FINITE
-    if np.isneginf(logits).all():
-        return None, EMPTY_ROW
-    with np.errstate(over="ignore", under="ignore"):
-        power = (logits - logits.max()) / temperature
-        weight = np.where(power * np.log2(np.e) >= -100.0, np.exp(power), 0.0)
-    return weight / weight.sum(), 0
+@dataclass
+class Request:
+    """One request: target [n + 1, V] logits, drafts [n] and the laws they came from.
 
-
-def verify_request(target, drafts, temperature, seed, block_start, draft=None, draft_temperature=0):
-    """One request: target [n + 1, V] logits, drafts [n], draft [n, V] logits or None (one-hot).
-
-    Returns (emitted tokens, their log-probabilities, number of accepted drafts, status).
+    q: None (one-hot), or a function of the slot that gives the draft law [V], None where it is bad.
+    seen, counts, bias [V]; allowed [n + 1, V]: see reference.law.edit.
     """
-    vocab = target.shape[1]
-    tokens, logprobs, status = [], [], 0
-    temperatures = [temperature, draft_temperature if draft is not None and temperature else 0.0]
-    if not all(np.isfinite(t) and t >= 0 for t in temperatures):
-        return tokens, logprobs, 0, BAD_PARAMETER
 
-    def done(token, p):
-        if token is not None:
-            tokens.append(int(token))
-            logprobs.append(float(np.log(p[token])))
-        return tokens, logprobs, i, status
+    target: np.ndarray
+    drafts: np.ndarray
+    seed: int = 0
+    block_start: int = 0
+    sampling: Sampling = PLAIN  # temperature 0: the greedy rule
+    q: object = None
+    seen: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    allowed: np.ndarray | None = None
 
-    for i in range(len(target)):
-        p, fault = law(target[i], temperature or 1.0)
+    def __post_init__(self):
+        self.vocab = self.target.shape[1]
+        self.rows = {}
+
+    def edited(self, i):
+        """Logits of row i: the drafts before it count as generated."""
+        counts = np.zeros(self.vocab) if self.counts is None else np.array(self.counts)
+        for x in self.drafts[:i]:
+            counts[int(x)] += 1
+        allowed = None if self.allowed is None else self.allowed[i]
+        arguments = dict(bias=self.bias, seen=self.seen, counts=counts, allowed=allowed)
+        return edit(self.target[i], self.sampling, **arguments)
+
+    def row(self, i):
+        """(law of row i, 0) or (None, status bit). At temperature 0 the law of temperature 1."""
+        if i not in self.rows:
+            sampling = self.sampling
+            if sampling.temperature == 0:
+                sampling = PLAIN
+            self.rows[i] = law(self.edited(i), sampling)
+        return self.rows[i]
+
+    def draft(self, i):
+        """(draft at slot i, status): -1 where the chain ends."""
+        x = int(self.drafts[i]) if i < len(self.drafts) else -1
+        if 0 <= x < self.vocab:
+            return x, 0
+        return -1, BAD_ID if x != -1 else 0
+
+    def draft_law(self, i, x):
+        """(q of slot i, status); one-hot where there is none or it gives its draft no mass."""
+        one_hot = np.eye(1, self.vocab, x)[0]
+        if self.q is None:
+            return one_hot, 0
+        q = self.q(i)
+        if q is None or q[x] == 0:
+            return one_hot, BAD_DRAFT_LAW
+        return q, 0
+
+    def race(self, weights, i, purpose):
+        return rng.race(weights, self.seed, self.block_start, i, purpose)
+
+    def coin(self, i):
+        words = rng.words(self.seed, self.block_start, i, rng.VERIFY_COIN, 0)
+        return rng.uniform(words)[0]
+
+    def position_draw(self, p, i):
+        """The token that plain seeded sampling draws from p for slot i: noise by position."""
+        return rng.race(p, self.seed, self.block_start + 1 + i, 0, rng.POSITION_DRAW)
+
+    def replacement(self, rest, i):
+        """(token drawn from `rest` [V], status); from p itself where nothing is left."""
+        token = self.race(rest, i, rng.RESIDUAL_DRAW)
+        if token >= 0:
+            return token, 0
+        return self.race(self.row(i)[0], i, rng.BONUS_DRAW), ZERO_RESIDUAL
+
+
+def walk_slots(request, decide):
+    """Slot by slot up to the first that does not accept.
+
+    decide(i, p, x) -> (None to accept, otherwise the last token; status).
+    Returns (accepted drafts, last token or None, status).
+    """
+    status = 0
+    for i in range(len(request.target)):
+        p, fault = request.row(i)
         if fault:
-            status |= fault
-            return done(None, p)
-        x = int(drafts[i]) if i < len(drafts) else -1
-        if not 0 <= x < vocab:
-            status |= BAD_ID if x != -1 else 0
-            x = -1
-        if temperature == 0:
-            best = int(np.argmax(target[i]))
-            if x != best:
-                return done(best, p)
-            tokens.append(x)
-            logprobs.append(float(np.log(p[x])))
-            continue
+            return i, None, status | fault
+        x, bad = request.draft(i)
+        token, more = decide(i, p, x)
+        status |= bad | more
+        if token is not None:
+            return i, token, status
+    raise AssertionError("the last row has no draft, so it does not accept")
+
+
+def greedy(request):
+    def decide(i, p, x):
+        best = int(np.argmax(request.edited(i)))
+        return (None if x == best else best), 0
+
+    return walk_slots(request, decide)
+
+
+def match(request):
+    """y = the token of plain seeded sampling; a draft is kept where it is y. Gumbel: the same."""
+
+    def decide(i, p, x):
+        y = request.position_draw(p, i)
+        return (None if x == y else y), 0
+
+    return walk_slots(request, decide)
+
+
+def token(request):
+    """Leviathan et al. 2211.17192; with a one-hot q the rule that is lossless for any draft."""
+
+    def decide(i, p, x):
         if x < 0:
-            return done(rng.race(p, seed, block_start, i, rng.BONUS_DRAW), p)
-        q = np.eye(1, vocab, x)[0]
-        if draft is not None and draft_temperature > 0:
-            dense, fault = law(draft[i], draft_temperature)
-            if fault or dense[x] == 0:
-                status |= BAD_DRAFT_LAW
-            else:
-                q = dense
-        u = rng.uniform(rng.words(seed, block_start, i, rng.VERIFY_COIN, 0))[0]
-        if p[x] > 0 and u * q[x] <= p[x]:
-            tokens.append(x)
-            logprobs.append(float(np.log(p[x])))
-            continue
-        rest = np.maximum(p - q, 0.0)
-        token = rng.race(rest, seed, block_start, i, rng.RESIDUAL_DRAW)
-        if token < 0:
-            status |= ZERO_RESIDUAL
-            token = rng.race(p, seed, block_start, i, rng.BONUS_DRAW)
-        return done(token, p)
-    raise AssertionError("the last row has no draft, so it returns")
+            return request.race(p, i, rng.BONUS_DRAW), 0
+        q, status = request.draft_law(i, x)
+        if p[x] > 0 and request.coin(i) * q[x] <= p[x]:
+            return None, status
+        last, more = request.replacement(np.maximum(p - q, 0.0), i)
+        return last, status | more
+
+    return walk_slots(request, decide)
+
+
+def block(request):
+    """Block verification (Sun et al. 2403.10444): the longest prefix whose coin is below h.
+
+    reach_0 = 1, reach_{i+1} = min(1, reach_i p_i(x_i) / q_i(x_i)). Prefix i < n is kept with
+    h_i = Z / (Z + 1 - reach_i), Z = sum relu(reach_i p_i - q_i); all of it with h_n = reach_n.
+    """
+    if request.q is None:
+        return token(request)  # one-hot drafts: the same law
+    n, reach, h = 0, [1.0], []
+    statuses, laws = [], []
+    while True:
+        p, fault = request.row(n)
+        x, bad = request.draft(n)
+        if fault or x < 0:
+            statuses.append(fault or bad)
+            break
+        q, status = request.draft_law(n, x)
+        laws.append((p, q))
+        statuses.append(status)
+        rest = np.maximum(reach[n] * p - q, 0.0).sum()
+        below = rest + 1.0 - reach[n]
+        h.append(rest / below if below > 0 else 1.0)
+        reach.append(min(1.0, reach[n] * p[x] / q[x]))
+        n += 1
+    h.append(reach[n])
+    tau = max((i for i in range(1, n + 1) if request.coin(i - 1) <= h[i]), default=0)
+    status = int(np.bitwise_or.reduce(statuses[: tau + 1]))
+    if tau == n:
+        p, fault = request.row(n)
+        return n, None if fault else request.race(p, n, rng.BONUS_DRAW), status
+    p, q = laws[tau]
+    last, more = request.replacement(np.maximum(reach[tau] * p - q, 0.0), tau)
+    return tau, last, status | more
+
+
+def onehot(request):
+    request.q = None
+    return token(request)
+
+
+WALKS = dict(greedy=greedy, match=match, onehot=onehot, token=token, block=block, gumbel=match)
+
+
+def verify_request(request, rule):
+    """(emitted tokens, their log-probabilities, number of accepted drafts, status).
+
+    Log-probabilities are those of the edited logits at the request's temperature (1 for greedy
+    requests), before the filters.
+    """
+    if not (np.isfinite(request.sampling.temperature) and request.sampling.temperature >= 0):
+        return [], [], 0, BAD_PARAMETER
+    walk = greedy if request.sampling.temperature == 0 else WALKS[rule]
+    accepted, last, status = walk(request)
+    tokens = [int(x) for x in request.drafts[:accepted]] + ([] if last is None else [int(last)])
+    temperature = request.sampling.temperature or 1.0
+    logprobs = []
+    for i, x in enumerate(tokens):
+        with np.errstate(divide="ignore"):
+            logprobs.append(float(np.log(law(request.edited(i), temperature)[0][x])))
+    return tokens, logprobs, accepted, status
+
+
+def dense_law(draft_logits, temperature):
+    """q of dense draft logits [n, V], a function of the slot."""
+    return lambda i: law(draft_logits[i], temperature)[0]
+
+
+def pool_law(ids, logits, vocab, temperature):
+    """q of a sparse pool: ids [n, M] (-1: unused), logits [n, M]; a function of the slot."""
+
+    def q(i):
+        used = ids[i] >= 0
+        part, fault = law(np.where(used, logits[i], -np.inf), temperature)
+        if fault:
+            return None
+        out = np.zeros(vocab)
+        out[ids[i][used]] = part[used]
+        return out
+
+    return q
 
 
 def verify_chain(
     target_logits,
     draft_tokens,
     *,
+    rule="token",
     temperature=None,
     seed=None,
     block_start=None,
     draft_logits=None,
     draft_temperature=None,
+    draft_pool=None,
     cu_rows=None,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    filter_order="transformers",
+    repetition=None,
+    presence=None,
+    frequency=None,
+    seen=None,
+    counts=None,
+    bias=None,
+    allowed=None,
 ):
     """Arguments as domino_kernels.verify_chain, NumPy arrays; temperature None: greedy.
 
+    rule: a name, or one a request. draft_pool: (ids [B, K, M], logits [B, K, M]). seen, counts and
+    bias [B, V]; allowed [B, K + 1, V] or [R, V], bool.
     Returns (tokens, num_accepted, num_emitted, chosen_logprob, status).
     """
     batch, drafts = draft_tokens.shape
+    vocab = target_logits.shape[-1]
     tokens = np.full((batch, drafts + 1), -1, np.int64)
     logprob = np.zeros((batch, drafts + 1))
     accepted, emitted, status = np.zeros((3, batch), np.int64)
+    at = lambda value, b: None if value is None else value[b]  # noqa: E731
     for b in range(batch):
+        rows = allowed_rows = None
         if cu_rows is None:
-            rows = target_logits[b]
+            rows, allowed_rows = target_logits[b], at(allowed, b)
         else:
             first, last = int(cu_rows[b]), int(cu_rows[b + 1])
             if first == last:
@@ -107,17 +275,37 @@ def verify_chain(
             if not 0 <= first < last <= len(target_logits) or last - first > drafts + 1:
                 status[b] = BAD_ROWS
                 continue
-            rows = target_logits[first:last]
-        t = 0.0 if temperature is None else temperature[b]
-        out, chosen, accepted[b], status[b] = verify_request(
+            rows, allowed_rows = target_logits[first:last], at(allowed, slice(first, last))
+        t = 0.0 if temperature is None else float(temperature[b])
+        t_draft = t if draft_temperature is None else float(draft_temperature[b])
+        q = None
+        if t != 0 and (draft_logits is not None or draft_pool is not None):
+            if not (np.isfinite(t_draft) and t_draft >= 0):
+                status[b] = BAD_PARAMETER
+                continue
+            if t_draft > 0 and draft_logits is not None:
+                q = dense_law(draft_logits[b], t_draft)
+            elif t_draft > 0:
+                q = pool_law(draft_pool[0][b], draft_pool[1][b], vocab, t_draft)
+        parameters = dict(
+            top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition=repetition, presence=presence, frequency=frequency,
+        )  # fmt: skip
+        parameters = {k: v[b].item() for k, v in parameters.items() if v is not None}
+        request = Request(
             rows,
             draft_tokens[b, : len(rows) - 1],
-            t,
             0 if seed is None else int(seed[b]),
             0 if block_start is None else int(block_start[b]),
-            None if draft_logits is None else draft_logits[b],
-            t if draft_temperature is None else draft_temperature[b],
+            Sampling(temperature=t, order=filter_order, **parameters),
+            q,
+            at(seen, b),
+            at(counts, b),
+            at(bias, b),
+            allowed_rows,
         )
+        name = rule if isinstance(rule, str) else rule[b]
+        out, chosen, accepted[b], status[b] = verify_request(request, name)
         emitted[b] = len(out)
         tokens[b, : len(out)] = out
         logprob[b, : len(out)] = chosen

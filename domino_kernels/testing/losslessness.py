@@ -4,21 +4,25 @@ Three questions, each with functions here:
 
 1. Is the RULE right? `enumerate_rule` adds up, in float64, everything that drafter, coins and
    replacement draws can do with a model of a few tokens. The law of the emitted tokens has to be
-   the target's own: `total_variation` of about 1e-15.
+   the target's own: `total_variation` of about 1e-15. The rules: domino_kernels.testing.rules.
 2. Is the IMPLEMENTATION right, with its own random numbers? `sample` decodes many runs with the
    verifier, over as many blocks as the sequence needs, each run with its own seed; `g_test`
    compares the counts of whole sequences with the law. One block cannot see noise that is used
    twice, so sequences have to be longer than a block's first rejection: use length >= 4.
-3. Could the test have noticed? The same calls with a broken verifier must fail.
+3. Could the test have noticed? The same calls with a broken verifier must fail. 1e6 runs at
+   p < 1e-9 see a total variation of about 4e-3, 1e8 runs 4e-4.
 
 A verifier is any callable
 
     verify(target_logits [N, K + 1, V], draft_tokens [N, K], *, temperature [N], seed [N],
-           block_start [N], draft_logits [N, K, V], draft_temperature [N])
+           block_start [N], draft_logits [N, K, V], draft_temperature [N], sampling, counts [N, V])
         -> tokens [N, >= K + 1] int64 (what follows the emitted ones is ignored), num_emitted [N]
 
 and may ignore any keyword: a verifier with its own generator is tested in the same way. Draft -1
-means that a request has no more drafts. `chain_verifier` is domino_kernels.verify_chain.
+means that a request has no more drafts. With a drafter that draws from a pool, draft_ids [N, K, M]
+comes too and draft_logits is [N, K, M]. `sampling` is the reference.law.Sampling of the whole test,
+counts how often each token was generated so far; a verifier without filters and penalties may be
+tested with the default. `chain_verifier` is domino_kernels.verify_chain.
 """
 
 from dataclasses import dataclass
@@ -28,6 +32,24 @@ import numpy as np
 import torch
 
 from domino_kernels import rng
+from domino_kernels.reference.law import PLAIN, Sampling, edit
+from domino_kernels.reference.law import law as row_law
+from domino_kernels.testing.rules import coupling, token_rule
+
+__all__ = [
+    "Drafter",
+    "GTest",
+    "Model",
+    "Sampling",
+    "chain_verifier",
+    "enumerate_coupled",
+    "enumerate_rule",
+    "g_test",
+    "sample",
+    "softmax",
+    "token_rule",
+    "total_variation",
+]
 
 CHUNK = 1 << 22  # runs decoded together
 
@@ -87,34 +109,40 @@ class Model:
             code = self.advance(code, token)
         return code
 
-    def law(self, temperature, length, prefix=()):
-        """The target's law of the next `length` tokens, [V ** length] in lexicographic order."""
+    def next_law(self, sampling, prefix):
+        """The target's law [V] of the token after `prefix`, all of which counts as generated."""
+        logits = self.target[self.context(prefix)]
+        if sampling.penalises:
+            logits = edit(logits, sampling, counts=np.bincount(prefix, minlength=self.vocab))
+        return row_law(logits, sampling)[0]
+
+    def law(self, sampling, length, prefix=()):
+        """The target's law of the next `length` tokens, [V ** length] in lexicographic order.
+
+        sampling: a Sampling or a temperature.
+        """
+        if not isinstance(sampling, Sampling):
+            sampling = Sampling(temperature=sampling)
+        if sampling.penalises:  # the law depends on all tokens, not on the context alone
+            return self._law_of_text(sampling, length, tuple(prefix))
+        rows = np.stack([row_law(logits, sampling)[0] for logits in self.target])
         codes, law = np.array([self.context(prefix)]), np.ones(1)
         for _ in range(length):
-            law = (law[:, None] * softmax(self.target[codes], temperature)).ravel()
+            law = (law[:, None] * rows[codes]).ravel()
             codes = self.advance(codes[:, None], np.arange(self.vocab)).ravel()
         return law
 
+    def _law_of_text(self, sampling, length, prefix):
+        if length == 0:
+            return np.ones(1)
+        p = self.next_law(sampling, np.array(prefix, np.int64))
+        parts = [
+            p[x] * self._law_of_text(sampling, length - 1, (*prefix, x)) for x in range(self.vocab)
+        ]
+        return np.concatenate(parts)
+
 
 # --- rules, exactly -----------------------------------------------------------------------------
-
-
-def token_rule(p_rows, q_rows, drafts):
-    """Yields (probability, emitted tokens) for one chain of drafts; q one-hot is the one-hot rule.
-
-    p_rows: laws of the target, one more than drafts; q_rows: laws that the drafts came from.
-    """
-    reached = 1.0
-    for i, x in enumerate(drafts):
-        p, q = p_rows[i], q_rows[i]
-        accept = min(1.0, p[x] / q[x])
-        rest = np.maximum(p - q, 0.0)
-        if accept < 1.0:
-            for y in np.flatnonzero(rest):
-                yield reached * (1.0 - accept) * rest[y] / rest.sum(), (*drafts[:i], int(y))
-        reached *= accept
-    for y in np.flatnonzero(p_rows[-1]):
-        yield reached * p_rows[-1][y], (*drafts, int(y))
 
 
 def enumerate_rule(
@@ -122,7 +150,7 @@ def enumerate_rule(
     rule,
     drafts,
     *,
-    temperature=1.0,
+    sampling=PLAIN,
     draft_temperature=1.0,
     argmax=False,
     one_hot=False,
@@ -135,7 +163,7 @@ def enumerate_rule(
     given a one-hot q. stop(drafted) -> True ends the chain after these tokens (ragged blocks).
     """
     vocab, length = model.vocab, drafts + 1
-    total = np.zeros(vocab**length)
+    law = _OpenLaw(model, sampling, length)
 
     def chains(drafted, probability):
         if len(drafted) == drafts or (stop is not None and stop(drafted)):
@@ -147,17 +175,65 @@ def enumerate_rule(
             yield from chains((*drafted, int(x)), probability * q[x])
 
     for drafted, probability in chains((), 1.0):
-        contexts = [model.context(drafted[:i]) for i in range(len(drafted) + 1)]
-        p_rows = softmax(model.target[contexts], temperature)
-        q_rows = softmax(model.draft[contexts], draft_temperature)
+        prefixes = [np.array(drafted[:i], np.int64) for i in range(len(drafted) + 1)]
+        p_rows = np.stack([law.next(prefix) for prefix in prefixes])
+        q_rows = softmax(model.draft[[model.context(p) for p in prefixes]], draft_temperature)
         if one_hot:
             q_rows = np.eye(vocab)[list(drafted)]
         for weight, emitted in rule(p_rows, q_rows, drafted):
-            open_ends = vocab ** (length - len(emitted))
-            at = sum(t * vocab ** (length - 1 - n) for n, t in enumerate(emitted))
-            rest = model.law(temperature, length - len(emitted), emitted)
-            total[at : at + open_ends] += probability * weight * rest
-    return total
+            law.add(probability * weight, emitted)
+    return law.total
+
+
+def enumerate_coupled(model, drafts, *, sampling=PLAIN, draft_temperature=1.0):
+    """The same for the gumbel rule: draft and target race with one noise, keyed by position."""
+    law = _OpenLaw(model, sampling, drafts + 1)
+
+    def walk(prefix, probability):
+        p = law.next(np.array(prefix, np.int64))
+        if len(prefix) == drafts:
+            for y in np.flatnonzero(p):
+                law.add(probability * p[y], (*prefix, int(y)))
+            return
+        joint = coupling(p, softmax(model.draft[model.context(prefix)], draft_temperature))
+        for x, y in zip(*np.nonzero(joint)):
+            if x == y:
+                walk((*prefix, int(x)), probability * joint[x, x])
+            else:
+                law.add(probability * joint[x, y], (*prefix, int(y)))
+
+    walk((), 1.0)
+    return law.total
+
+
+class _OpenLaw:
+    """Adds up outcomes; what an outcome leaves open follows the target's law."""
+
+    def __init__(self, model, sampling, length):
+        self.model, self.sampling, self.length = model, sampling, length
+        self.total = np.zeros(model.vocab**length)
+        self._rows, self._rest = {}, {}
+
+    def next(self, prefix):
+        key = tuple(prefix)
+        if key not in self._rows:
+            self._rows[key] = self.model.next_law(self.sampling, prefix)
+        return self._rows[key]
+
+    def rest(self, emitted):
+        """The law of what is left of the text after `emitted`."""
+        if len(emitted) == self.length:
+            return np.ones(1)
+        if emitted not in self._rest:
+            p = self.next(np.array(emitted, np.int64))
+            parts = [p[x] * self.rest((*emitted, x)) for x in range(self.model.vocab)]
+            self._rest[emitted] = np.concatenate(parts)
+        return self._rest[emitted]
+
+    def add(self, probability, emitted):
+        vocab, left = self.model.vocab, self.length - len(emitted)
+        at = sum(t * vocab ** (self.length - 1 - n) for n, t in enumerate(emitted))
+        self.total[at : at + vocab**left] += probability * self.rest(emitted)
 
 
 def total_variation(law, expected):
@@ -175,33 +251,81 @@ class Drafter:
     temperature: float = 1.0
     argmax: bool = False
     ragged: bool = False  # the number of drafts goes round 0 .. drafts with the seed and the block
+    pool: int = 0  # draws from its likeliest tokens only, and says so by draft_ids
+    coupled: bool = False  # races with the noise of the position, as the gumbel rule expects
     purpose: int = rng.DRAFT_TOKEN
     told_temperature: float | None = None  # what the verifier is told instead
     fixed_start: bool = False  # every block is keyed as block 0: noise is used again
+    by_position: bool = False  # draft noise keyed by position: what look-ahead rules cannot bear
 
 
-def chain_verifier(*, dense, dtype=torch.float32):
-    """domino_kernels.verify_chain with the token rule; `dense` passes q, else one-hot drafts."""
+def chain_verifier(rule="token", *, dense=False, dtype=torch.float32):
+    """domino_kernels.verify_chain; `dense` passes q as it is told, otherwise drafts are one-hot."""
     from domino_kernels import verify_chain
 
-    def verify(target_logits, draft_tokens, *, draft_logits, draft_temperature, **keywords):
+    def verify(
+        target_logits,
+        draft_tokens,
+        *,
+        draft_logits,
+        draft_temperature,
+        sampling,
+        counts,
+        draft_ids=None,
+        **keywords,
+    ):
         if dense:
             keywords |= dict(draft_logits=draft_logits, draft_temperature=draft_temperature)
-        result = verify_chain(target_logits.to(dtype), draft_tokens, rule="token", **keywords)
+            if draft_ids is not None:
+                keywords |= dict(draft_ids=draft_ids)
+        like = keywords["temperature"]
+        if sampling.top_k:
+            keywords["top_k"] = torch.full_like(like, sampling.top_k, dtype=torch.int32)
+        if sampling.top_p < 1:
+            keywords["top_p"] = torch.full_like(like, sampling.top_p)
+        if sampling.min_p:
+            keywords["min_p"] = torch.full_like(like, sampling.min_p)
+        if sampling.order != "transformers":
+            keywords["filter_order"] = sampling.order
+        if sampling.penalises:
+            keywords["token_counts"] = counts
+            keywords["repetition_penalty"] = torch.full_like(like, sampling.repetition)
+            keywords["presence_penalty"] = torch.full_like(like, sampling.presence)
+            keywords["frequency_penalty"] = torch.full_like(like, sampling.frequency)
+        if rule in ("match", "gumbel"):
+            keywords["keying"] = "position"
+        result = verify_chain(target_logits.to(dtype), draft_tokens, rule=rule, **keywords)
         return result.tokens, result.num_emitted
 
     return verify
 
 
-def _decode(model, verify, drafter, temperature, length, seeds, device):
-    """Sequences [N, length] of the runs with these seeds."""
+def _draft(drafter, logits, seed, start, i):
+    """Tokens [N] of slot i, logits [N, V]: a race over the draft's law."""
     from domino_kernels import noise
 
+    if drafter.argmax:
+        return logits.argmax(-1)
+    key, purpose = (start, i), drafter.purpose
+    if drafter.coupled or drafter.by_position:
+        key = (start + 1 + i, 0)
+        purpose = rng.POSITION_DRAW if drafter.coupled else purpose
+    race = noise(seed, *key, purpose, logits.size(-1), kind="exponential")
+    law = (logits / drafter.temperature).softmax(-1)
+    return (race / law).argmin(-1)  # E / 0 = inf: a masked token never wins
+
+
+def _decode(model, verify, drafter, sampling, length, seeds, device):
+    """Sequences [N, length] of the runs with these seeds."""
     target = torch.from_numpy(model.target).to(device)
     draft = torch.from_numpy(model.draft).to(device)
+    if drafter.pool:
+        pool_logits, pool_ids = draft.topk(drafter.pool, -1)
+        draft = torch.full_like(draft, -torch.inf).scatter(-1, pool_ids, pool_logits)
     runs, drafts = len(seeds), drafter.drafts
     out = torch.zeros(runs, length + drafts + 1, dtype=torch.int64, device=device)
     count = torch.zeros(runs, dtype=torch.int64, device=device)
+    counts = torch.zeros(runs, model.vocab, dtype=torch.int32, device=device)
     code = torch.full_like(count, model.start)
     active = torch.arange(runs, device=device)
     block = 0
@@ -211,29 +335,29 @@ def _decode(model, verify, drafter, temperature, length, seeds, device):
             start = torch.zeros_like(start)
         contexts, tokens = [context], []
         for i in range(drafts):
-            logits = draft[contexts[-1]]
-            if drafter.argmax:
-                tokens.append(logits.argmax(-1))
-            else:
-                race = noise(seed, start, i, drafter.purpose, model.vocab, kind="exponential")
-                law = (logits / drafter.temperature).softmax(-1)
-                tokens.append((race / law).argmin(-1))  # E / 0 = inf: a masked token never wins
+            tokens.append(_draft(drafter, draft[contexts[-1]], seed, start, i))
             contexts.append(model.advance(contexts[-1], tokens[-1]))
         contexts = torch.stack(contexts, 1)
         tokens = torch.stack(tokens, 1) if drafts else context.new_empty(len(active), 0)
         if drafter.ragged:
             keep = (seed + block) % (drafts + 1)
             tokens[torch.arange(drafts, device=device) >= keep[:, None]] = -1
+        q = {"draft_logits": draft[contexts[:, :drafts]]}
+        if drafter.pool:
+            q = {"draft_logits": pool_logits[contexts[:, :drafts]]}
+            q["draft_ids"] = pool_ids[contexts[:, :drafts]].int()
         like = torch.ones(len(active), device=device)
         told = drafter.temperature if drafter.told_temperature is None else drafter.told_temperature
         emitted, number = verify(
             target[contexts],
             tokens,
-            temperature=like * temperature,
+            temperature=like * sampling.temperature,
             seed=seed,
             block_start=start,
-            draft_logits=draft[contexts[:, :drafts]],
             draft_temperature=like * told,
+            sampling=sampling,
+            counts=counts[active],
+            **q,
         )
         assert bool((number >= 1).all()), "the verifier emitted nothing for a healthy request"
         for j in range(drafts + 1):
@@ -241,6 +365,7 @@ def _decode(model, verify, drafter, temperature, length, seeds, device):
             rows, token = active[has], emitted[:, j][has]
             assert bool(((token >= 0) & (token < model.vocab)).all()), "an id that does not exist"
             out[rows, count[rows] + j] = token
+            counts[rows, token] += 1
             code[rows] = model.advance(code[rows], token)
         count[active] += number
         active = active[count[active] < length]
@@ -248,18 +373,20 @@ def _decode(model, verify, drafter, temperature, length, seeds, device):
     return out[:, :length]
 
 
-def sample(model, verify, drafter, *, runs, length, temperature=1.0, device="cpu", first_seed=0):
+def sample(model, verify, drafter, *, runs, length, sampling=PLAIN, device="cpu", first_seed=0):
     """Counts [V ** length] of the sequences of `runs` runs, seeds first_seed .. + runs - 1.
 
     Blocks are verified until each run has `length` tokens; the block start is the number of tokens
-    so far. The draft sits at `drafter.temperature`, the target at `temperature`.
+    so far. The draft sits at `drafter.temperature`, the target at `sampling` (or a temperature).
     """
+    if not isinstance(sampling, Sampling):
+        sampling = Sampling(temperature=sampling)
     counts = torch.zeros(model.vocab**length, dtype=torch.int64, device=device)
     place = model.vocab ** torch.arange(length - 1, -1, -1, device=device)
     for first in range(0, runs, CHUNK):
         last = min(first + CHUNK, runs)
         seeds = torch.arange(first_seed + first, first_seed + last, device=device)
-        sequences = _decode(model, verify, drafter, temperature, length, seeds, device)
+        sequences = _decode(model, verify, drafter, sampling, length, seeds, device)
         counts += torch.bincount((sequences * place).sum(-1), minlength=len(counts))
     return counts.cpu().numpy()
 

@@ -27,7 +27,7 @@ TAILED = Model(
     np.float32([[0.0, -1.0, -11.5]] * 4), np.float32([[-1.0, 0.0, -9.0]] * 4), 1
 )  # a token of mass 7e-6
 
-# name: model, dense q, drafter, tokens a sequence, target temperature
+# name: model, dense q, drafter, tokens a sequence, temperature or Sampling of the target
 LAWS = {
     "dense": (SMALL, True, Drafter(3), 4, 1.0),
     "dense, temperatures": (SMALL, True, Drafter(2, temperature=1.5), 4, 0.6),
@@ -50,15 +50,15 @@ AMOUNTS = [
 
 
 def judge(name_or_case, runs, device, verify=None):
-    model, dense, drafter, length, temperature = (
+    model, dense, drafter, length, sampling = (
         LAWS[name_or_case] if isinstance(name_or_case, str) else name_or_case
     )
     verify = verify or chain_verifier(dense=dense)
     counts = sample(
-        model, verify, drafter, runs=runs, length=length, temperature=temperature, device=device
+        model, verify, drafter, runs=runs, length=length, sampling=sampling, device=device
     )
     assert counts.sum() == runs
-    return g_test(counts, model.law(temperature, length))
+    return g_test(counts, model.law(sampling, length))
 
 
 @pytest.mark.parametrize("device, runs", AMOUNTS)
