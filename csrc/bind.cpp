@@ -45,7 +45,17 @@ PYBIND11_MODULE(_C, m) {
       field("base_slot_stride", &DraftChainParams::base_slot_stride),
       field("hidden_batch_stride", &DraftChainParams::hidden_batch_stride),
       field("hidden_slot_stride", &DraftChainParams::hidden_slot_stride),
-      field("dtype", &DraftChainParams::dtype), field("base_dtype", &DraftChainParams::base_dtype));
+      field("table", &DraftChainParams::table), field("num_active", &DraftChainParams::num_active),
+      field("temperature", &DraftChainParams::temperature), field("seed", &DraftChainParams::seed),
+      field("block_start", &DraftChainParams::block_start), field("mask", &DraftChainParams::mask),
+      field("bias", &DraftChainParams::bias), field("mask_stride", &DraftChainParams::mask_stride),
+      field("bias_stride", &DraftChainParams::bias_stride),
+      field("vocab_valid", &DraftChainParams::vocab_valid),
+      field("pool_size", &DraftChainParams::pool_size), field("pools", &DraftChainParams::pools),
+      field("restarts", &DraftChainParams::restarts),
+      field("pool_logits", &DraftChainParams::pool_logits),
+      field("log_probs", &DraftChainParams::log_probs), field("dtype", &DraftChainParams::dtype),
+      field("base_dtype", &DraftChainParams::base_dtype));
   m.def(
       "draft_chain_workspace",
       [](int64_t batch, int64_t drafts, int64_t units, int64_t rank) {

@@ -46,8 +46,25 @@ struct DraftChainParams {
   int64_t base_slot_stride;
   int64_t hidden_batch_stride;
   int64_t hidden_slot_stride;
-  DType dtype;       // of hidden and the weights
-  DType base_dtype;  // of base_logits: dtype or fp32
+  // optional inputs, 0 where absent
+  const void* table;           // [vocab, units / 16, 3, 16]: E W_ih^T, packed; 0: W_ih E[y] a step
+  const int32_t* num_active;   // [1]: rows from it on are left alone
+  const float* temperature;    // [batch]: 0 = greedy; with it seed and block_start
+  const int64_t* seed;         // [batch]
+  const int64_t* block_start;  // [batch]
+  const uint32_t* mask;        // [batch, mask_stride]: bit v % 32 of word v / 32: v is allowed
+  const float* bias;           // [batch, bias_stride]: added to base_logits
+  int64_t mask_stride;
+  int64_t bias_stride;
+  int64_t vocab_valid;  // ids from it on are never drafted; vocab where all may be
+  int64_t pool_size;    // ids of a pool; 0: the plain form, over the whole vocabulary
+  int64_t pools;        // of a row: 1 (shared by the block) or drafts (pool j for draft j)
+  // outputs besides tokens and scores, 0 where not wanted
+  int32_t* restarts;   // [batch]
+  float* pool_logits;  // [batch, drafts, pool_size]: score of each id of the pool (sampled)
+  float* log_probs;    // [batch, drafts]: of the id under softmax(pool_logits / temperature)
+  DType dtype;         // of hidden and the weights
+  DType base_dtype;    // of base_logits: dtype or fp32
 };
 
 // What the kernels hand on from launch to launch: byte offsets into the workspace, and its size.
@@ -107,23 +124,6 @@ constexpr uint32_t kEpochStride = 32;
 constexpr int kPoolTile = 128;  // ids of a tile of tile_max
 
 struct ChainBlockParams : DraftChainParams {
-  // optional inputs, 0 where absent
-  const void* table;           // [vocab, units / 16, 3, 16]: E W_ih^T, packed for chain_block
-  const int32_t* num_active;   // [1]: rows from it on are left alone
-  const float* temperature;    // [batch]: 0 = greedy; with it seed and block_start
-  const int64_t* seed;         // [batch]
-  const int64_t* block_start;  // [batch]
-  const uint32_t* mask;        // [batch, mask_stride]: bit v % 32 of word v / 32: v is allowed
-  const float* bias;           // [batch, bias_stride]: added to base_logits
-  int64_t mask_stride;
-  int64_t bias_stride;
-  int64_t vocab_valid;  // ids from it on are never drafted; vocab where all may be
-  int64_t pool_size;    // ids of a pool
-  int64_t pools;        // of a row: 1 (shared by the block) or drafts (pool j for draft j)
-  // outputs besides tokens and scores, 0 where not wanted
-  int32_t* restarts;   // [batch]
-  float* pool_logits;  // [batch, drafts, pool_size]: score of each id of the pool (sampled)
-  float* log_probs;    // [batch, drafts]: of the id under softmax(pool_logits / temperature)
   // the plan's memory, at the offsets of ChainBlockWorkspace
   ChainControl* control;
   int32_t* first;      // [batch]: first draft that is not yet certified; drafts: row is done
@@ -173,8 +173,8 @@ struct ChainBlockWorkspace {
   }
 
   static int64_t exchange_bytes(int64_t batch, int64_t units, int64_t rank, int64_t pool_size) {
-    const int64_t keys = 64 * ((pool_size + 64 * 16 - 1) / (64 * 16));
-    return (batch + 63) / 64 * 64 * (units / 4 + rank / 4 + keys) * 16;
+    const int64_t keys = 64 * ((pool_size + 1023) / 1024 * 2);
+    return (batch < 64 ? batch + 1 : 64) * (units / 2 + rank / 4 + keys) * 16;
   }
 
   void bind(ChainBlockParams& p, void* memory) const {
