@@ -29,6 +29,14 @@ DOMINO_HD uint64_t block_rest_fixed(float reach, float p, float q) {
   return rest > 0.0f ? to_fixed(rest) : 0;
 }
 
+// The part of Z_i outside a pool that holds all of q: reach times what p has there. `inside` is the
+// fixed-point weight of p on the pool, `mass` that of all of p.
+DOMINO_HD uint64_t block_rest_outside(float reach, uint64_t inside, uint64_t mass) {
+  if (inside >= mass) return 0;
+  const float share = div_rn(static_cast<float>(mass - inside), static_cast<float>(mass));
+  return to_fixed(mul_rn(reach, share));
+}
+
 // h_i of a prefix that is not the whole chain; `rest` is Z_i in fixed point.
 DOMINO_HD float block_threshold(uint64_t rest, float reach) {
   const float z = mul_rn(static_cast<float>(rest), 1.0f / kFixedOne);
