@@ -52,6 +52,7 @@ PYBIND11_MODULE(_C, m) {
       field("bias_stride", &DraftChainParams::bias_stride),
       field("vocab_valid", &DraftChainParams::vocab_valid),
       field("pool_size", &DraftChainParams::pool_size), field("pools", &DraftChainParams::pools),
+      field("exact", &DraftChainParams::exact), field("pool_ids", &DraftChainParams::pool_ids),
       field("restarts", &DraftChainParams::restarts),
       field("pool_logits", &DraftChainParams::pool_logits),
       field("log_probs", &DraftChainParams::log_probs), field("dtype", &DraftChainParams::dtype),

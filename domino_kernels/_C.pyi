@@ -64,6 +64,8 @@ def draft_chain(
     vocab_valid: int,
     pool_size: int,
     pools: int,
+    exact: bool,
+    pool_ids: int,
     restarts: int,
     pool_logits: int,
     log_probs: int,

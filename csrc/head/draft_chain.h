@@ -59,8 +59,10 @@ struct DraftChainParams {
   int64_t vocab_valid;  // ids from it on are never drafted; vocab where all may be
   int64_t pool_size;    // ids of a pool; 0: the plain form, over the whole vocabulary
   int64_t pools;        // of a row: 1 (shared by the block) or drafts (pool j for draft j)
+  bool exact;           // certify against the whole vocabulary
   // outputs besides tokens and scores, 0 where not wanted
   int32_t* restarts;   // [batch]
+  int32_t* pool_ids;   // [batch, drafts, pool_size]: the pool of each draft (sampled)
   float* pool_logits;  // [batch, drafts, pool_size]: score of each id of the pool (sampled)
   float* log_probs;    // [batch, drafts]: of the id under softmax(pool_logits / temperature)
   DType dtype;         // of hidden and the weights
@@ -140,7 +142,7 @@ struct ChainBlockParams : DraftChainParams {
 
 // y = base_logits[b, slot, v] as drafted from: with the bias, -inf where v is not allowed.
 template <class Base>
-DOMINO_HD float adjusted_base(const ChainBlockParams& p, const Base* row, int64_t b, int64_t v) {
+DOMINO_HD float adjusted_base(const DraftChainParams& p, const Base* row, int64_t b, int64_t v) {
   float value = to_float(row[v]);
   if (p.bias) value += p.bias[b * p.bias_stride + v];
   if (v >= p.vocab_valid) value = -INFINITY;
@@ -162,7 +164,7 @@ struct ChainBlockWorkspace {
     const int64_t rows = p.batch * p.corrected();
     bytes = 0;
     control = take(sizeof(ChainControl));
-    exchange = take(exchange_bytes(p.batch, p.units, p.rank, p.pool_size));
+    exchange = take(exchange_bytes(p.units, p.rank));
     first = take(p.batch * 4);
     keys = take(p.batch * p.drafts * 8);
     pool = take(p.batch * p.pools * p.pool_size * 4);
@@ -172,9 +174,9 @@ struct ChainBlockWorkspace {
     tile_max = take(rows * ((p.vocab + kPoolTile - 1) / kPoolTile) * 4);
   }
 
-  static int64_t exchange_bytes(int64_t batch, int64_t units, int64_t rank, int64_t pool_size) {
-    const int64_t keys = 64 * ((pool_size + 1023) / 1024 * 2);
-    return (batch < 64 ? batch + 1 : 64) * (units / 2 + rank / 4 + keys) * 16;
+  // Two groups of 32 rows: two states and u in words of 4 values; keys: 32 words a block.
+  static int64_t exchange_bytes(int64_t units, int64_t rank) {
+    return 2 * (32 * (units / 2 + rank / 4) + 64 * 32) * 16;
   }
 
   void bind(ChainBlockParams& p, void* memory) const {

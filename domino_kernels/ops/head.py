@@ -136,6 +136,8 @@ def _launch_draft_chain(
         vocab_valid=vocab,
         pool_size=0,
         pools=1,
+        exact=True,
+        pool_ids=0,
         restarts=0,
         pool_logits=0,
         log_probs=0,
