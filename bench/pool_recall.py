@@ -1,4 +1,4 @@
-"""python -m bench.pool_recall --prompts F [--json F]: does a pool of ids hold the head's winner?
+"""python -m bench recall --prompts F [--json F]: does a pool of ids hold the head's winner?
 
 Decodes held-out prompts with a trained drafter and looks at every block that `draft_chain` gets. In
 each corrected slot the full vocabulary has one winner, given the winners before it. A pool of the
@@ -216,11 +216,11 @@ def table(found, of="all"):
     return "\n".join(lines)
 
 
-def main():
+def main(arguments):
     from domino_draft.evaluate import complete_turns, load_prompts
     from domino_draft.loading import load_drafter, load_target
 
-    parser = argparse.ArgumentParser(prog="python -m bench.pool_recall", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench recall", description=__doc__)
     parser.add_argument("--target", default="smollm2", help="a model's folder, or smollm2")
     parser.add_argument("--drafter", default="shipped", help="a drafter's folder, or shipped")
     parser.add_argument("--prompts", required=True, help="JSONL of domino_draft.evaluate")
@@ -228,7 +228,7 @@ def main():
     parser.add_argument("--limit", type=int, default=10, help="prompts a set, evenly spread")
     parser.add_argument("-n", "--tokens", type=int, default=96, help="anchors a prompt, at most")
     parser.add_argument("--json", metavar="F", help="write the counts as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     target = load_target(options.target)
     drafter = load_drafter(options.drafter, target)
@@ -243,7 +243,7 @@ def main():
     print("\r", end="", file=sys.stderr)
     every = [block for part in blocks.values() for block in part]
     run = {
-        "command": "python -m bench.pool_recall " + shlex.join(sys.argv[1:]),
+        "command": "python -m bench recall " + shlex.join(arguments),
         "date": datetime.date.today().isoformat(),
         "commit": report.commit(),
         "torch": torch.__version__,
@@ -263,7 +263,3 @@ def main():
     print(json.dumps(run["scale"], indent=1))
     if options.json:
         report.write(run, options.json)
-
-
-if __name__ == "__main__":
-    main()

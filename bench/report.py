@@ -91,6 +91,18 @@ def print_row(r, ceilings):
     )
 
 
+def merge(runs):
+    """One run of the rows of several of the same suite, GPU model and commit, made in parallel."""
+    first = runs[0]
+    for name in ("suite", "gpu", "commit", "torch"):
+        if len({run[name] for run in runs}) > 1:
+            raise ValueError(f"bench: merge: got runs of {name} {[run[name] for run in runs]}")
+    ceilings = {k: min(run["ceilings"][k] for run in runs) for k in first["ceilings"]}
+    rows = [row for run in runs for row in run["rows"]]
+    command = " + ".join(run["command"] for run in runs)
+    return first | {"command": command, "ceilings": ceilings, "rows": rows}
+
+
 def write(run, path):
     """Writes the run to `path` at once: a broken run leaves the old file alone."""
     temporary = f"{path}.tmp"

@@ -1,9 +1,12 @@
 """Host time of an eager call: public function, checks, dispatch, launch. At most 15 us.
 
-Shapes are tiny, so the CPU twin's own work is below 0.1 us; on a GPU the launch is asynchronous and
-the queue never fills. The bound is on the fastest round: what the code costs, not the machine's
-other work. Save and compare with pytest-benchmark's --benchmark-autosave / --benchmark-compare.
+Shapes are tiny, so the CPU twin's own work is below 0.1 us; on a GPU a round begins with an idle
+device and is short enough for the launch queue, so that no call waits for the kernels before it.
+The bound is on the fastest round: what the code costs, not the machine's other work.
 """
+
+import statistics
+import time
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import domino_kernels
 from domino_kernels import HeadWeights
 
 LIMIT_US = 15.0
+ROUNDS, CALLS = 50, 100
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -21,17 +25,21 @@ def device(request):
     return request.param
 
 
-def measure(benchmark, call):
+def measure(call):
+    rounds = []
     with torch.no_grad():
-        call()
-        benchmark.pedantic(call, rounds=30, iterations=200, warmup_rounds=2)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    fastest = benchmark.stats.stats.min * 1e6
-    assert fastest <= LIMIT_US, f"{fastest:.1f} us a call, limit {LIMIT_US}"
+        for _ in range(ROUNDS):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            rounds.append((time.perf_counter() - start) * 1e6 / CALLS)
+    print(f"{min(rounds):.1f} us a call, median round {statistics.median(rounds):.1f}")
+    assert min(rounds) <= LIMIT_US, f"{min(rounds):.1f} us a call, limit {LIMIT_US}"
 
 
-def test_draft_chain(benchmark, device):
+def test_draft_chain(device):
     """One draft from a head of width 8: the checks of eight tensors and a call of 25 keywords."""
     make = lambda *size: torch.ones(size, device=device)  # noqa: E731
     weights = HeadWeights(make(24, 8), make(24, 8), make(8, 16), make(2, 8), make(2, 8))
@@ -41,11 +49,11 @@ def test_draft_chain(benchmark, device):
     workspace = domino_kernels.draft_chain_workspace(1, 1, weights)
     rest = dict(out=out, scores=scores, workspace=workspace)
     call = domino_kernels.draft_chain_out
-    measure(benchmark, lambda: call(base, hidden, anchor, weights, **rest))
+    measure(lambda: call(base, hidden, anchor, weights, **rest))
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token"])
-def test_verify_chain(benchmark, device, rule):
+def test_verify_chain(device, rule):
     logits = torch.zeros(1, 2, 2, device=device)
     drafts = torch.zeros(1, 1, dtype=torch.int64, device=device)
     out = domino_kernels.verify_chain(logits, drafts)
@@ -53,10 +61,10 @@ def test_verify_chain(benchmark, device, rule):
     if rule == "token":
         rest |= dict(rule="token", temperature=torch.ones(1, device=device))
         rest |= dict(seed=drafts[0], block_start=drafts[0])
-    measure(benchmark, lambda: domino_kernels.verify_chain(logits, drafts, **rest))
+    measure(lambda: domino_kernels.verify_chain(logits, drafts, **rest))
 
 
-def test_gru_step(benchmark, device):
+def test_gru_step(device):
     ones = torch.ones(3, 1, device=device)
     x, out = ones[:1], torch.empty(1, 1, device=device)
-    measure(benchmark, lambda: domino_kernels.gru_step(x, x, ones, ones, out=out))
+    measure(lambda: domino_kernels.gru_step(x, x, ones, ones, out=out))

@@ -14,13 +14,18 @@ with nothing queued ahead: its time is the host's wherever that is the slower of
 """
 
 import math
+import time
+from contextlib import contextmanager
 
 import torch
 
 CALLS = 16
 MAX_CALLS = 128
 REPEATS = 30
+MIN_REPEATS = 7
+BUDGET_S = 0.3  # of replays, a provider and case
 _SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the launch of any graph here
+_FIXED_S = 2.5e-3  # of a pair: two sleeps, two flushes
 
 
 def l2_bytes():
@@ -62,6 +67,26 @@ def launches(fn, rotation, calls):
     return replay
 
 
+def brief(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class Clock:
+    """Wall seconds spent by provider and phase: GPU time is shared, so a run says where it went."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    @contextmanager
+    def __call__(self, name, phase):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = self.seconds.setdefault(name, {})
+            spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - start
+
+
 class Timer:
     def __init__(self):
         self.flush_buffer = torch.empty(4 * l2_bytes(), dtype=torch.uint8, device="cuda")
@@ -80,27 +105,43 @@ class Timer:
         end.synchronize()
         return start.elapsed_time(end)
 
-    def measure(self, providers, rotation, eager=()):
-        """{provider: {"us_p20", "us_p50", "us_p80", "us_single"}}, providers interleaved."""
+    def measure(self, providers, rotation, eager=(), clock=None):
+        """{provider: {"us_p20", "us_p50", "us_p80", "us_single", "repeats"}, or an error's text}.
+
+        Providers are interleaved. One that is slow gets fewer repeats: BUDGET_S of replays.
+        """
+        clock = clock or Clock()
         n = rotation.calls
-        runs = {}
+        runs, repeats, result = {}, {}, {}
         for name, fn in providers.items():
             make = launches if name in eager else capture
-            runs[name] = make(fn, rotation, n), make(fn, rotation, 1), name not in eager
-        times = {name: [] for name in runs}
-        for repeat in range(REPEATS + 3):
+            try:
+                with clock(name, "capture"):
+                    run = make(fn, rotation, n), make(fn, rotation, 1), name not in eager
+                    for replay in run[:2]:  # warms clocks and page tables
+                        self.once(replay, run[2])
+                    cost = sum(self.once(replay, run[2]) for replay in run[:2]) / 1e3 + _FIXED_S
+            except Exception as error:  # one peer less, not one run less
+                result[name] = brief(error)
+                continue
+            runs[name] = run
+            repeats[name] = max(MIN_REPEATS, min(REPEATS, int(BUDGET_S / cost)))
+        pairs = {name: [] for name in runs}
+        for repeat in range(REPEATS):
             for name, (many, one, hide) in runs.items():
-                pair = self.once(many, hide), self.once(one, hide)
-                if repeat >= 3:  # the first ones warm clocks and page tables
-                    times[name].append(pair)
-        return {name: summary(pairs, n) for name, pairs in times.items()}
+                if repeat < repeats[name]:
+                    with clock(name, "timing"):
+                        pairs[name].append((self.once(many, hide), self.once(one, hide)))
+        return result | {name: summary(p, n) for name, p in pairs.items()}
 
 
 def summary(pairs, n):
     per_call = torch.tensor([(many - one) * 1e3 / (n - 1) for many, one in pairs])
     p20, p50, p80 = per_call.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
     single = torch.tensor([one * 1e3 for _, one in pairs]).median().item()
-    return {"us_p20": p20, "us_p50": p50, "us_p80": p80, "us_single": single}
+    return {
+        "us_p20": p20, "us_p50": p50, "us_p80": p80, "us_single": single, "repeats": len(pairs)
+    }  # fmt: skip
 
 
 def ceilings(timer):

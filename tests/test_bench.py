@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import registry, report, timing
-from bench.__main__ import gate
+from bench.__main__ import gate, keep
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = [case for suite in registry.SUITES for case in registry.cases(suite)]
@@ -31,12 +31,22 @@ def smallest(op):
 
 @pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
 def test_gate_passes_the_right_and_stops_the_wrong(op):
-    case = smallest(op)
-    assert gate(case, "cpu") == {n: "" for n in case.providers if n not in case.gpu_only}
-    wrong = dataclasses.replace(
-        case, providers={"wrong": lambda *operands: case.providers["ours"](*case.make(1, "cpu"))}
-    )
-    assert gate(wrong, "cpu")["wrong"]
+    case = keep(smallest(op), None, "cpu")
+    operands = case.make(0, "cpu")
+    assert gate(case, operands) == {name: "" for name in case.providers}
+    wrong = {
+        "wrong": lambda *operands: case.providers["ours"](*case.make(1, "cpu")),
+        "broken": lambda *operands: 1 / 0,
+    }
+    verdict = gate(dataclasses.replace(case, providers=wrong), operands)
+    assert verdict["wrong"] and verdict["broken"] == "ZeroDivisionError: division by zero"
+
+
+def test_keep():
+    case = dataclasses.replace(CASES[0], providers=dict.fromkeys("abc"), gpu_only=("b",))
+    assert [*keep(case, None, "cuda").providers] == ["a", "b", "c"]
+    assert [*keep(case, None, "cpu").providers] == ["a", "c"]
+    assert [*keep(case, ["c", "b"], "cpu").providers] == ["c"]
 
 
 def test_time_of_a_call():
@@ -44,7 +54,7 @@ def test_time_of_a_call():
     pairs = [((12 + 16 * 3) / 1e3, (12 + 3) / 1e3)] * 30
     summary = timing.summary(pairs, 16)
     assert summary == pytest.approx(
-        {"us_p20": 3, "us_p50": 3, "us_p80": 3, "us_single": 15}, rel=1e-5
+        {"us_p20": 3, "us_p50": 3, "us_p80": 3, "us_single": 15, "repeats": 30}, rel=1e-5
     )
 
 
@@ -58,6 +68,17 @@ def test_json_of_a_run(tmp_path):
     report.write({"rows": [row]}, tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text()) == {"rows": [row]}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_merge():
+    one = {"suite": "head", "gpu": "G", "commit": "c", "torch": "2", "command": "a", "rows": [1]}
+    one["ceilings"] = {"copy_gb_s": 4200.0}
+    two = one | {"command": "b", "rows": [2], "ceilings": {"copy_gb_s": 4100.0}}
+    merged = report.merge([one, two])
+    assert merged["rows"] == [1, 2] and merged["command"] == "a + b"
+    assert merged["ceilings"] == {"copy_gb_s": 4100.0}
+    with pytest.raises(ValueError, match="merge: got runs of gpu"):
+        report.merge([one, two | {"gpu": "H"}])
 
 
 def test_without_a_gpu_it_says_so():

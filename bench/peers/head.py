@@ -32,6 +32,12 @@ def prepare(weights):
     gru = gru.to(weights.device, weights.dtype).eval().requires_grad_(False)
     gru.weight_ih_l0.copy_(weights.w_ih)
     gru.weight_hh_l0.copy_(weights.w_hh)
+    if weights.device.type == "cuda":
+        # one buffer, or each call copies the weights; flatten_parameters() passes over bfloat16
+        mode = torch.backends.cudnn.rnn.get_cudnn_mode("GRU")
+        torch._cudnn_rnn_flatten_weight(
+            gru._flat_weights, 2, inputs, mode, units, 0, 1, True, False
+        )
     from_state = torch.cat((weights.w1[:, inputs:], weights.w_hh))
     return Prepared(linear(weights.embedding, weights.w_ih), from_state, gru)
 
