@@ -30,6 +30,12 @@ def draft_chain(dtype, shift_label):
     return (base, rows, anchor, *weights, shift_label, 1, workspace, *outputs)
 
 
+def draft_chain_triton(dtype, exact):
+    *inputs, shift_label, prefix, workspace, tokens, scores = draft_chain(dtype, True)
+    workspace = torch.zeros(1 << 16, dtype=torch.uint8)
+    return (*inputs, None, shift_label, prefix, exact, 4, workspace, tokens, scores)
+
+
 def noise(kind):
     integers = torch.arange(3)
     dtype = torch.int64 if kind == 0 else torch.float32
@@ -57,6 +63,7 @@ def verify_chain(sampled, dense, ragged):
 SAMPLES = {
     "gru_step": [gru_step(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
     "draft_chain": [draft_chain(torch.float32, True), draft_chain(torch.bfloat16, False)],
+    "draft_chain_triton": [draft_chain_triton(torch.float32, exact) for exact in (True, False)],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [
         verify_chain(False, False, False),
@@ -73,6 +80,8 @@ def test_every_op_has_samples():
 
 @pytest.mark.parametrize("name, i", CASES, ids=[f"{name}-{i}" for name, i in CASES])
 def test_opcheck(name, i, device):
+    if name.endswith("_triton"):
+        pytest.importorskip("triton")
     sample = [a.to(device) if isinstance(a, torch.Tensor) else a for a in SAMPLES[name][i]]
     results = torch.library.opcheck(OPS[name], tuple(sample))
     assert set(results.values()) == {"SUCCESS"}, results
