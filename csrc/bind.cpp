@@ -5,7 +5,10 @@
 #include "common/bind_op.h"
 #include "common/dtype.h"
 #include "head/draft_chain.h"
+#include "head/expand.h"
+#include "head/grow_tree.h"
 #include "head/gru_step.h"
+#include "head/project_hidden.h"
 #include "verify/noise.h"
 #include "verify/verify_chain.h"
 
@@ -40,7 +43,8 @@ PYBIND11_MODULE(_C, m) {
       field("first_slot", &DraftChainParams::first_slot),
       field("prefix", &DraftChainParams::prefix), field("vocab", &DraftChainParams::vocab),
       field("inputs", &DraftChainParams::inputs), field("units", &DraftChainParams::units),
-      field("rank", &DraftChainParams::rank),
+      field("hidden_width", &DraftChainParams::hidden_width),
+      field("rank", &DraftChainParams::rank), field("kind", &DraftChainParams::kind),
       field("base_batch_stride", &DraftChainParams::base_batch_stride),
       field("base_slot_stride", &DraftChainParams::base_slot_stride),
       field("hidden_batch_stride", &DraftChainParams::hidden_batch_stride),
@@ -64,6 +68,69 @@ PYBIND11_MODULE(_C, m) {
       },
       pybind11::kw_only(), pybind11::arg("batch"), pybind11::arg("drafts"), pybind11::arg("units"),
       pybind11::arg("rank"));
+
+  bind_op<ExpandParams>(
+      m, "expand", DOMINO_CUDA_LAUNCHER(expand_cuda), expand_cpu,
+      field("states", &ExpandParams::states), field("tokens", &ExpandParams::tokens),
+      field("log_probs", &ExpandParams::log_probs),
+      field("log_remaining", &ExpandParams::log_remaining), field("scores", &ExpandParams::scores),
+      field("workspace", &ExpandParams::workspace),
+      field("base_logits", &ExpandParams::base_logits), field("hidden", &ExpandParams::hidden),
+      field("from_hidden", &ExpandParams::from_hidden),
+      field("parent_states", &ExpandParams::parent_states), field("parent", &ExpandParams::parent),
+      field("token", &ExpandParams::token), field("path_depth", &ExpandParams::path_depth),
+      field("node", &ExpandParams::node), field("pool", &ExpandParams::pool),
+      field("temperature", &ExpandParams::temperature), field("seed", &ExpandParams::seed),
+      field("block_start", &ExpandParams::block_start), field("w_ih", &ExpandParams::w_ih),
+      field("w_hh", &ExpandParams::w_hh), field("w1", &ExpandParams::w1),
+      field("w2", &ExpandParams::w2), field("embedding", &ExpandParams::embedding),
+      field("table", &ExpandParams::table), field("batch", &ExpandParams::batch),
+      field("paths", &ExpandParams::paths), field("children", &ExpandParams::children),
+      field("candidates", &ExpandParams::candidates), field("slots", &ExpandParams::slots),
+      field("nodes", &ExpandParams::nodes), field("score_nodes", &ExpandParams::score_nodes),
+      field("first_slot", &ExpandParams::first_slot), field("depth", &ExpandParams::depth),
+      field("prefix", &ExpandParams::prefix), field("vocab", &ExpandParams::vocab),
+      field("inputs", &ExpandParams::inputs), field("hidden_width", &ExpandParams::hidden_width),
+      field("units", &ExpandParams::units), field("rank", &ExpandParams::rank),
+      field("base_batch_stride", &ExpandParams::base_batch_stride),
+      field("base_slot_stride", &ExpandParams::base_slot_stride),
+      field("hidden_batch_stride", &ExpandParams::hidden_batch_stride),
+      field("hidden_slot_stride", &ExpandParams::hidden_slot_stride),
+      field("parent_batch_stride", &ExpandParams::parent_batch_stride),
+      field("parent_stride", &ExpandParams::parent_stride),
+      field("states_batch_stride", &ExpandParams::states_batch_stride),
+      field("states_stride", &ExpandParams::states_stride), field("dtype", &ExpandParams::dtype),
+      field("base_dtype", &ExpandParams::base_dtype), field("kind", &ExpandParams::kind),
+      field("drawn", &ExpandParams::drawn));
+
+  bind_op<GrowTreeParams>(
+      m, "grow_tree", DOMINO_CUDA_LAUNCHER(grow_tree_cuda), grow_tree_cpu,
+      field("tokens", &GrowTreeParams::tokens), field("parents", &GrowTreeParams::parents),
+      field("log_probs", &GrowTreeParams::log_probs),
+      field("log_remaining", &GrowTreeParams::log_remaining),
+      field("next_token", &GrowTreeParams::next_token),
+      field("next_node", &GrowTreeParams::next_node),
+      field("next_parent", &GrowTreeParams::next_parent),
+      field("next_log_prob", &GrowTreeParams::next_log_prob),
+      field("token", &GrowTreeParams::token), field("log_prob", &GrowTreeParams::log_prob),
+      field("remaining", &GrowTreeParams::remaining), field("node", &GrowTreeParams::node),
+      field("path_log_prob", &GrowTreeParams::path_log_prob),
+      field("batch", &GrowTreeParams::batch), field("paths", &GrowTreeParams::paths),
+      field("children", &GrowTreeParams::children),
+      field("next_paths", &GrowTreeParams::next_paths),
+      field("candidates", &GrowTreeParams::candidates), field("first", &GrowTreeParams::first),
+      field("first_row", &GrowTreeParams::first_row));
+
+  bind_op<ProjectHiddenParams>(
+      m, "project_hidden", DOMINO_CUDA_LAUNCHER(project_hidden_cuda), project_hidden_cpu,
+      field("out", &ProjectHiddenParams::out), field("hidden", &ProjectHiddenParams::hidden),
+      field("w1", &ProjectHiddenParams::w1), field("batch", &ProjectHiddenParams::batch),
+      field("slots", &ProjectHiddenParams::slots), field("rank", &ProjectHiddenParams::rank),
+      field("width", &ProjectHiddenParams::width),
+      field("w1_stride", &ProjectHiddenParams::w1_stride),
+      field("hidden_batch_stride", &ProjectHiddenParams::hidden_batch_stride),
+      field("hidden_slot_stride", &ProjectHiddenParams::hidden_slot_stride),
+      field("dtype", &ProjectHiddenParams::dtype));
 
   using Noise = NoiseParams;
   bind_op<Noise>(m, "noise", DOMINO_CUDA_LAUNCHER(noise_cuda), noise_cpu, field("out", &Noise::out),

@@ -11,12 +11,20 @@ from domino_kernels.version import __version__
 
 # public name -> module that holds it; a new op adds one entry
 _HOME = {
+    "Expansion": "domino_kernels.ops.expand",
     "HeadWeights": "domino_kernels.ops.head_weights",
     "draft_chain": "domino_kernels.ops.head",
     "draft_chain_out": "domino_kernels.ops.head",
     "draft_chain_workspace": "domino_kernels.ops.head",
+    "draft_tree": "domino_kernels.ops.draft_tree",
     "dual_ce": "domino_kernels.ops.train",
+    "expand": "domino_kernels.ops.expand",
+    "expand_out": "domino_kernels.ops.expand",
+    "expand_workspace": "domino_kernels.ops.expand",
     "gru_step": "domino_kernels.ops.head",
+    "project_hidden": "domino_kernels.ops.expand",
+    "TreeDraft": "domino_kernels.ops.draft_tree",
+    "TreePlan": "domino_kernels.ops.draft_tree",
     "VerifyResult": "domino_kernels.ops.verify",
     "VerifyStatus": "domino_kernels.ops.verify",
     "noise": "domino_kernels.ops.verify",

@@ -57,6 +57,11 @@ def target(tensor):
     return {"device": index, "stream": torch._C._cuda_getCurrentRawStream(index)}
 
 
+def pointer(tensor):
+    """The address of an optional tensor, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def check_status(op, status):
     """Raises a RuntimeError that names the op for a status of `_C` other than 0."""
     if status == 0:

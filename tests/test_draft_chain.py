@@ -511,7 +511,8 @@ def test_head_weights_from_state_dict():
         3,
     )
     assert repr(weights) == (
-        "HeadWeights(V=50, H=8, G=4, R=3, float32, cpu, 0.0 MiB + 0.0 MiB embedding of the target)"
+        "HeadWeights(silu, V=50, H=8, G=4, R=3, float32, cpu, 0.0 MiB + 0.0 MiB embedding of the "
+        "target)"
     )
 
 
@@ -528,7 +529,7 @@ BAD_WEIGHTS = [
         r"w2: got shape \[49, 3\], expected \[",
     ),
     ("embed_proj.2.weight", torch.zeros(50, 3).int(), TypeError, "w2: got torch.int32, expected o"),
-    ("embed_proj.2.weight", torch.zeros(50, 0), ValueError, "got V=50, H=8, G=4, R=0, expected"),
+    ("embed_proj.2.weight", torch.zeros(50, 0), ValueError, "got V=50, I=8, G=4, R=0, expected"),
     ("embed_proj.2.weight", None, TypeError, "w2: got NoneType, expected a tensor"),
 ]
 

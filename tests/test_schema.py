@@ -27,11 +27,79 @@ def draft_chain(dtype, shift_label):
     workspace = torch.zeros(1 << 16, dtype=torch.uint8)
     outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
     anchor = torch.tensor([0, 10])
-    return (base, rows, anchor, *weights, shift_label, 1, workspace, *outputs)
+    return (base, rows, anchor, *weights, 0, shift_label, 1, workspace, *outputs)
+
+
+def markov_chain():
+    base, _, anchor, *_, shift_label, prefix, workspace, tokens, scores = draft_chain(
+        torch.float32, True
+    )
+    w2, table = torch.randn(11, 6), torch.randn(11, 6)
+    head = (None, None, None, w2, table, 3)
+    return (base, None, anchor, *head, shift_label, prefix, workspace, tokens, scores)
+
+
+def expand(dtype, drawn, pooled, recurrent=True):
+    batch, slots, vocab, hidden, units, rank, paths, children = 2, 4, 11, 8, 4, 6, 3, 2
+    inputs = hidden if recurrent else rank
+    sizes = [
+        (3 * units, inputs),
+        (3 * units, units),
+        (rank, hidden + (units if recurrent else rank)),
+    ]
+    sizes += [(vocab, rank), (vocab, inputs)]
+    weights = [torch.randn(size).to(dtype) for size in sizes]
+    integers = torch.zeros(batch, paths, dtype=torch.int64)
+    per_row = torch.zeros(batch, dtype=torch.int64)
+    each = torch.zeros(batch, paths, children)
+    return (
+        torch.randn(batch, slots, vocab),
+        torch.randn(batch, slots, hidden).to(dtype),
+        torch.randn(batch, slots, rank) if drawn else None,
+        torch.randn(batch, 5, units).to(dtype) if recurrent else None,
+        integers if recurrent else None,
+        integers.clone(),
+        integers.clone() if drawn else None,
+        integers.clone() if drawn else None,
+        torch.arange(10, dtype=torch.int32).expand(2, 10).contiguous() if pooled else None,
+        torch.ones(batch) if drawn else None,
+        *((per_row, per_row.clone()) if drawn else (None, None)),
+        *(weights[:2] if recurrent else (None, None)),
+        *weights[2:],
+        0 if recurrent else 2,
+        1,
+        True,
+        1,
+        False,
+        torch.zeros(1 << 16, dtype=torch.uint8),
+        torch.zeros(batch, paths, children, dtype=torch.int64),
+        each,
+        each.clone(),
+        torch.zeros(batch, paths, units).to(dtype) if recurrent else None,
+        torch.zeros(batch, paths, 10 if pooled else vocab) if drawn else None,
+    )
+
+
+def grow_tree(root):
+    integers, each = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, 2)
+    tree = torch.zeros(2, 9, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.int32)
+    return (
+        each.long(),
+        each,
+        each.clone(),
+        *((None, None) if root else (integers, torch.zeros(2, 3))),
+        0 if root else 3,
+        1,
+        *tree,
+        torch.zeros(2, 9),
+        torch.zeros(2, 9),
+        *(torch.zeros(2, 4, dtype=torch.int64) for _ in range(3)),
+        torch.zeros(2, 4),
+    )
 
 
 def draft_chain_triton(dtype, exact):
-    *inputs, shift_label, prefix, workspace, tokens, scores = draft_chain(dtype, True)
+    *inputs, _, shift_label, prefix, workspace, tokens, scores = draft_chain(dtype, True)
     workspace = torch.zeros(1 << 16, dtype=torch.uint8)
     return (*inputs, None, shift_label, prefix, exact, 4, workspace, tokens, scores)
 
@@ -62,8 +130,19 @@ def verify_chain(sampled, dense, ragged):
 # op -> argument tuples of its OpOverload; an op with several forms lists one of each
 SAMPLES = {
     "gru_step": [gru_step(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
-    "draft_chain": [draft_chain(torch.float32, True), draft_chain(torch.bfloat16, False)],
+    "draft_chain": [
+        draft_chain(torch.float32, True),
+        draft_chain(torch.bfloat16, False),
+        markov_chain(),
+    ],
     "draft_chain_triton": [draft_chain_triton(torch.float32, exact) for exact in (True, False)],
+    "expand": [
+        expand(torch.float32, False, False),
+        expand(torch.bfloat16, True, True),
+        expand(torch.float16, True, False, recurrent=False),
+    ],
+    "grow_tree": [grow_tree(True), grow_tree(False)],
+    "project_hidden": [(torch.randn(2, 3, 8), torch.randn(5, 12), torch.zeros(2, 3, 5))],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [
         verify_chain(False, False, False),

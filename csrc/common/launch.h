@@ -20,22 +20,45 @@ inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(s
 // Status of the launch just made. It also clears the error, so that it is not reported twice.
 inline int launched() { return static_cast<int>(cudaGetLastError()); }
 
+struct LaunchShape {
+  dim3 grid;
+  int threads;
+  size_t shared = 0;  // bytes of dynamic shared memory
+  int cluster = 1;    // blocks of a cluster, along x; above 1 (sm_90 and later)
+  bool overlap = false;
+};
+
 // Launches kernel(args...). With `overlap` (sm_90 and later) its blocks may start before the launch
 // in front of it on the stream has ended, as far as previous_launch_done(): what another launch
 // writes may only be touched behind that call.
 template <class... Params, class... Args>
+void launch_kernel(const LaunchShape& shape, cudaStream_t stream, void (*kernel)(Params...),
+                   const Args&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (shape.overlap) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = shape.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  cudaLaunchKernelEx(&config, kernel, args...);  // launched() reports an error
+}
+
+template <class... Params, class... Args>
 void launch_kernel(bool overlap, dim3 grid, int threads, cudaStream_t stream,
                    void (*kernel)(Params...), const Args&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, args...);  // launched() reports an error
+  launch_kernel(LaunchShape{grid, threads, 0, 1, overlap}, stream, kernel, args...);
 }
 
 // Returns when the launches in front have ended and what they wrote is visible; from then on the

@@ -18,8 +18,9 @@ bool fits_mma(const DraftChainParams& p) {
     return is_aligned(pointer, 16) && length % 8 == 0;
   };
   return p.dtype != DType::kF32 && rows(p.w_ih, p.inputs) && rows(p.w_hh, p.units) &&
-         rows(p.w1, p.inputs + p.units) && rows(p.w2, p.rank) && rows(p.embedding, p.inputs) &&
-         rows(p.hidden, p.hidden_batch_stride) && p.hidden_slot_stride % 8 == 0;
+         rows(p.w1, p.hidden_width + p.units) && p.hidden_width % 8 == 0 && rows(p.w2, p.rank) &&
+         rows(p.embedding, p.inputs) && rows(p.hidden, p.hidden_batch_stride) &&
+         p.hidden_slot_stride % 8 == 0;
 }
 
 // kWide: more than 8 batch rows, so that the weights are read once for several tiles of them.
@@ -52,11 +53,14 @@ int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
   }
   const bool overlap = device.major >= 9;
   if (corrected > 0) {
-    run(false, hidden_grid, chain_hidden<T, kMma, kTiles>);
+    const bool gru = p.w_hh != nullptr;
+    if (p.hidden_width > 0) run(false, hidden_grid, chain_hidden<T, kMma, kTiles>);
     for (int j = 0; j < p.drafts; ++j) {
-      run(overlap, state_grid, chain_state<T, kMma, kTiles>, j);
+      if (gru) run(overlap, state_grid, chain_state<T, kMma, kTiles>, j);
       if (j < p.prefix) continue;
-      run(overlap, low_rank_grid, chain_low_rank<T, kMma, kTiles>, j);
+      const auto low_rank =
+          gru ? chain_low_rank<T, kMma, kTiles, true> : chain_low_rank<T, kMma, kTiles, false>;
+      run(overlap, low_rank_grid, low_rank, j);
       run(overlap, score_grid, chain_score<T, Base, kMma, kScoreTiles>, j);
     }
   }

@@ -4,7 +4,7 @@
 //   chain_hidden      W1h H for all corrected slots       once    block: 16 of W1's rows
 //   chain_base        argmax of the uncorrected slots     once    block: a part of the vocabulary
 //   chain_state       S_j = GRU(E[y_j], S_{j-1})          a draft block: 8 units
-//   chain_low_rank    u = SiLU(W1h H + W1s S_j)           a draft block: 16 of W1's rows
+//   chain_low_rank    u from W1h H and W1s S_j            a draft block: 16 of W1's rows
 //   chain_score       argmax of base + W2 u               a draft block: a part of the vocabulary
 //   chain_finish      ids and scores from the keys        once
 //
@@ -49,7 +49,7 @@ struct DraftChainArgs : DraftChainParams {
   }
 
   template <class T>
-  __device__ BlockedColumns<T> low_rank(int64_t tile) const {
+  __device__ BlockedColumns<T> low_rank_columns(int64_t tile) const {
     const int chunks = ceil_div<int>(rank, kChunk);
     T* base = static_cast<T*>(low_rank_memory);
     return {base + tile * chunks * kTileColumns * kChunk, chunks};
@@ -97,28 +97,50 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
     if (n < slots) p.from_hidden[n * p.rank + row] = sum;
   };
   project<T, kMma, kTiles>(
-      static_cast<const T*>(p.w1), p.inputs + p.units, p.rank, p.inputs, columns, [] {}, store);
+      static_cast<const T*>(p.w1), p.hidden_width + p.units, p.rank, p.hidden_width, columns, [] {},
+      store);
 }
 
-// u = SiLU(from_hidden + W1s S_j), rounded. Grid: x = W1's rows / 16, y = batch / (8 tiles)
-template <class T, bool kMma, int kTiles>
+// u from z = from_hidden + W1s S_j, rounded. Grid: x = W1's rows / 16, y = batch / (8 tiles)
+// kGru: S_j is a state, otherwise the row of y_j.
+template <class T, bool kMma, int kTiles, bool kGru>
 __global__ void __launch_bounds__(kHeadThreads, 2)
     chain_low_rank(const __grid_constant__ DraftChainArgs p, int j) {
+  __shared__ int64_t offset[kTiles * kTileColumns];
   const int64_t first_tile = static_cast<int64_t>(blockIdx.y) * kTiles;
-  const BlockedColumns<T> out = p.low_rank<T>(first_tile);
+  const BlockedColumns<T> out = p.low_rank_columns<T>(first_tile);
+  const GatheredColumns<T> rows{static_cast<const T*>(p.embedding), offset};
+  const auto ready = [&] {
+    previous_launch_done();
+    if constexpr (!kGru) {
+      if (threadIdx.x < kTiles * kTileColumns) {
+        const int64_t b = min(first_tile * kTileColumns + threadIdx.x, p.batch - 1);
+        offset[threadIdx.x] = p.token(b, j) * p.inputs;
+      }
+      __syncthreads();
+    }
+  };
   const auto store = [&](int tile, int64_t row, int column, float sum) {
     const int64_t b = (first_tile + tile) * kTileColumns + column;
     if (b >= p.batch) return;
     const int64_t n = b * p.corrected() + j - p.prefix;
-    *out.at(tile, column, row) = from_float<T>(silu(p.from_hidden[n * p.rank + row] + sum));
+    const float z = (p.hidden_width > 0 ? p.from_hidden[n * p.rank + row] : 0.0f) + sum;
+    const float own = kGru ? 0.0f : to_float(*rows.at(tile, column, row));
+    *out.at(tile, column, row) = from_float<T>(low_rank_input(p.kind, z, own));
   };
-  project<T, kMma, kTiles>(static_cast<const T*>(p.w1) + p.inputs, p.inputs + p.units, p.rank,
-                           p.units, p.state<T>(j, first_tile), previous_launch_done, store);
+  const T* w = static_cast<const T*>(p.w1) + p.hidden_width;
+  const int64_t stride = p.hidden_width + p.units;
+  if constexpr (kGru) {
+    project<T, kMma, kTiles>(w, stride, p.rank, p.units, p.state<T>(j, first_tile), ready, store);
+  } else {
+    const int length = p.kind == LowRank::kRow ? 0 : static_cast<int>(p.units);
+    project<T, kMma, kTiles>(w, stride, p.rank, length, rows, ready, store);
+  }
 }
 
 // S_j = GRU(E[y_j], S_{j-1}), rounded; S_{-1} = 0. Grid: x = units / 8, y = batch / (8 tiles)
 template <class T, bool kMma, int kTiles>
-__global__ void __launch_bounds__(kHeadThreads, 2)
+__global__ void __launch_bounds__(kHeadThreads, 1)
     chain_state(const __grid_constant__ DraftChainArgs p, int j) {
   __shared__ int64_t offset[kTiles * kTileColumns];
   const int64_t first_tile = static_cast<int64_t>(blockIdx.y) * kTiles;
@@ -151,7 +173,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
   __shared__ unsigned long long block_best[kHeadWarps][kTiles * kTileColumns];
   const int64_t first_tile = static_cast<int64_t>(blockIdx.y) * kTiles;
   const int64_t first_b = first_tile * kTileColumns;
-  const BlockedColumns<T> columns = p.low_rank<T>(first_tile);
+  const BlockedColumns<T> columns = p.low_rank_columns<T>(first_tile);
   const int g = lane_id() / 4, t = lane_id() % 4;
   const T* w2 = static_cast<const T*>(p.w2);
 

@@ -7,6 +7,9 @@
 //             = base[slot] + W2 SiLU(W1h H[slot] + W1s S_j)      j >= prefix; W1 = [W1h | W1s]
 //     y_{j+1} = argmax score_j                                   ties to the lowest id
 //
+// Heads of another kind differ in how u = SiLU(..) comes about (low_rank.h). One without a GRU has
+// no w_ih and w_hh; S_j is then the row of y_j in the head's own table, `embedding` [vocab, rank].
+//
 // The label conventions differ by first_slot alone: slot i scores y_{i+1} (shift_label) or y_i.
 //
 // Arithmetic, alike in the kernel, the CPU twin and the reference: weights and hidden rows enter as
@@ -19,6 +22,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "head/low_rank.h"
 
 namespace domino {
 
@@ -27,11 +31,11 @@ struct DraftChainParams {
   float* scores;            // [batch, drafts], contiguous: the score of each
   void* workspace;          // DraftChainWorkspace.bytes, 16-byte aligned; CUDA only
   const void* base_logits;  // [batch, slots, vocab] of base_dtype
-  const void* hidden;       // [batch, slots, inputs]
+  const void* hidden;       // [batch, slots, hidden_width]
   const int64_t* anchor;    // [batch]
-  const void* w_ih;         // [3 * units, inputs], contiguous as all weights are
+  const void* w_ih;         // [3 * units, inputs], contiguous as all weights are; null: no GRU
   const void* w_hh;         // [3 * units, units]
-  const void* w1;           // [rank, inputs + units], the hidden row's columns first
+  const void* w1;           // [rank, hidden_width + units], the hidden row's columns first
   const void* w2;           // [vocab, rank]
   const void* embedding;    // [vocab, inputs]
   int64_t batch;
@@ -40,7 +44,8 @@ struct DraftChainParams {
   int64_t prefix;
   int64_t vocab;
   int64_t inputs;
-  int64_t units;
+  int64_t hidden_width;  // 0 where the head does not see hidden rows
+  int64_t units;         // of the GRU; rank where there is none
   int64_t rank;
   int64_t base_batch_stride;  // strides in elements
   int64_t base_slot_stride;
@@ -67,6 +72,7 @@ struct DraftChainParams {
   float* log_probs;    // [batch, drafts]: of the id under softmax(pool_logits / temperature)
   DType dtype;         // of hidden and the weights
   DType base_dtype;    // of base_logits: dtype or fp32
+  LowRank kind;
 };
 
 // What the kernels hand on from launch to launch: byte offsets into the workspace, and its size.

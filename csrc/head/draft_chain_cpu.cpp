@@ -27,7 +27,7 @@ class DraftChain {
   explicit DraftChain(const DraftChainParams& p)
       : p_(p),
         token_(p.batch),
-        row_(p.batch * p.inputs),
+        row_(p.batch * std::max(p.inputs, p.hidden_width)),
         gates_x_(p.batch * 3 * p.units),
         gates_s_(p.batch * 3 * p.units),
         state_(p.batch * p.units, 0.0f),
@@ -48,12 +48,16 @@ class DraftChain {
  private:
   static constexpr int64_t kTile = 256;  // vocabulary rows scored at a time
 
-  // S_j = GRU(E[y_j], S_{j-1})
+  // S_j = GRU(E[y_j], S_{j-1}), or without a GRU E[y_j]
   void step_state() {
     const int64_t units = p_.units, inputs = p_.inputs;
     for (int64_t b = 0; b < p_.batch; ++b) {
       const int64_t id = clamp_id(token_[b], p_.vocab);
       widen(static_cast<const T*>(p_.embedding) + id * inputs, inputs, &row_[b * inputs]);
+    }
+    if (p_.w_hh == nullptr) {
+      std::copy_n(row_.begin(), state_.size(), state_.begin());
+      return;
     }
     product(p_.w_ih, inputs, 3 * units, inputs, row_, gates_x_);
     product(p_.w_hh, units, 3 * units, units, state_, gates_s_);
@@ -68,18 +72,20 @@ class DraftChain {
     }
   }
 
-  // u = SiLU(W1h H[slot] + W1s S_j)
+  // u from W1h H[slot] and W1s S_j
   void compute_low_rank(int64_t slot) {
-    const int64_t inputs = p_.inputs, width = inputs + p_.units;
-    for (int64_t b = 0; b < p_.batch; ++b)
+    const int64_t hidden = p_.hidden_width, width = hidden + p_.units;
+    for (int64_t b = 0; b < p_.batch && hidden > 0; ++b)
       widen(static_cast<const T*>(p_.hidden) + b * p_.hidden_batch_stride +
                 slot * p_.hidden_slot_stride,
-            inputs, &row_[b * inputs]);
+            hidden, &row_[b * hidden]);
     const T* w1 = static_cast<const T*>(p_.w1);
-    product(w1, width, p_.rank, inputs, row_, from_hidden_);
-    product(w1 + inputs, width, p_.rank, p_.units, state_, low_rank_);
-    for (int64_t i = 0; i < p_.batch * p_.rank; ++i)
-      low_rank_[i] = rounded<T>(silu(from_hidden_[i] + low_rank_[i]));
+    if (hidden > 0) product(w1, width, p_.rank, hidden, row_, from_hidden_);
+    if (p_.kind != LowRank::kRow) product(w1 + hidden, width, p_.rank, p_.units, state_, low_rank_);
+    for (int64_t i = 0; i < p_.batch * p_.rank; ++i) {
+      const float row = p_.w_hh == nullptr ? state_[i] : 0.0f;
+      low_rank_[i] = rounded<T>(low_rank_input(p_.kind, from_hidden_[i] + low_rank_[i], row));
+    }
   }
 
   // y_{j+1} = argmax over the vocabulary, a tile of W2 rows at a time for the whole batch

@@ -57,7 +57,7 @@ __device__ __forceinline__ void gru_tile(const T* w_ih, const T* w_hh, int64_t i
                                          const GatheredColumns<T>& x, const State& state,
                                          Ready ready, Store store) {
   using Tile = RowTile<T, kMma>;
-  constexpr int kAhead = kTiles > 1 ? 2 : 4;
+  constexpr int kAhead = kTiles > 1 ? 2 : 3;
   __shared__ SplitSums<kHeadWarps, kTiles> split_rz, split_nx, split_ns;
   const int64_t first_unit = static_cast<int64_t>(blockIdx.x) * kGruTileUnits;
   const int64_t unit = min(first_unit + lane_id() / 4, units - 1);
@@ -67,9 +67,11 @@ __device__ __forceinline__ void gru_tile(const T* w_ih, const T* w_hh, int64_t i
   const int chunks = x_chunks + ceil_div(s_length, kChunk);
   const InputThenState<T, State> columns{x, state, x_chunks};
 
-  float rz[kTiles][4] = {}, nx[kTiles][4] = {}, ns[kTiles][4] = {};
-  typename Tile::Row row_r[kAhead], row_z[kAhead], row_n[kAhead];
-  const auto load_rows = [&](int first) {
+  struct Batch {  // kAhead chunks in flight
+    typename Tile::Row r[kAhead], z[kAhead], n[kAhead];
+    typename Tile::Column values[kAhead][kTiles];
+  };
+  const auto load_rows = [&](Batch& batch, int first) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int chunk = first + i * kHeadWarps;
@@ -78,43 +80,49 @@ __device__ __forceinline__ void gru_tile(const T* w_ih, const T* w_hh, int64_t i
       const int64_t gate = units * (of_x ? inputs : units);
       const int k0 = (of_x ? chunk : chunk - x_chunks) * kChunk;
       const int length = of_x ? x_length : s_length;
-      row_r[i] = Tile::row(w, k0, length);
-      row_z[i] = Tile::row(w + gate, k0, length);
-      row_n[i] = Tile::row(w + 2 * gate, k0, length);
+      batch.r[i] = Tile::row(w, k0, length);
+      batch.z[i] = Tile::row(w + gate, k0, length);
+      batch.n[i] = Tile::row(w + 2 * gate, k0, length);
     }
   };
-  const auto add = [&](int first) {
-    typename Tile::Column values[kAhead][kTiles];
+  const auto load_columns = [&](Batch& batch, int first) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int chunk = first + i * kHeadWarps;
       const int length = chunk < x_chunks ? x_length : x_chunks * kChunk + s_length;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile)
-        values[i][tile] = Tile::column(columns, tile, chunk * kChunk, length);
+        batch.values[i][tile] = Tile::column(columns, tile, chunk * kChunk, length);
     }
+  };
+  float rz[kTiles][4] = {}, nx[kTiles][4] = {}, ns[kTiles][4] = {};
+  const auto add = [&](const Batch& batch, int first) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      auto row_nx = row_n[i], row_ns = row_n[i];
-      if (first + i * kHeadWarps < x_chunks) {
-        row_ns = {};
-      } else {
-        row_nx = {};
-      }
+      const bool of_x = first + i * kHeadWarps < x_chunks;  // alike in the whole warp
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        Tile::add(rz[tile], row_r[i], row_z[i], values[i][tile]);
-        Tile::add(nx[tile], row_nx, {}, values[i][tile]);
-        Tile::add(ns[tile], row_ns, {}, values[i][tile]);
+        Tile::add(rz[tile], batch.r[i], batch.z[i], batch.values[i][tile]);
+        if (of_x) {
+          Tile::add(nx[tile], batch.n[i], {}, batch.values[i][tile]);
+        } else {
+          Tile::add(ns[tile], batch.n[i], {}, batch.values[i][tile]);
+        }
       }
     }
   };
-  load_rows(warp_id());
+  constexpr int kStep = kAhead * kHeadWarps;
+  Batch even, odd;
+  load_rows(even, warp_id());
   ready();
-  add(warp_id());
-  for (int first = warp_id() + kAhead * kHeadWarps; first < chunks; first += kAhead * kHeadWarps) {
-    load_rows(first);
-    add(first);
+  load_columns(even, warp_id());
+  for (int first = warp_id(); first < chunks; first += 2 * kStep) {
+    load_rows(odd, first + kStep);
+    load_columns(odd, first + kStep);
+    add(even, first);
+    load_rows(even, first + 2 * kStep);
+    load_columns(even, first + 2 * kStep);
+    add(odd, first + kStep);
   }
   split_rz.store(rz);
   split_nx.store(nx);

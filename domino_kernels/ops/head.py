@@ -4,8 +4,8 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
-from domino_kernels.ops.head_weights import HeadWeights
-from domino_kernels.torch_library import DTYPES, check_status, define, target
+from domino_kernels.ops.head_weights import LOW_RANK, HeadWeights
+from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
 
 def _launch_gru_step(x, state, w_ih, w_hh, out):
@@ -84,6 +84,7 @@ def _launch_draft_chain(
     w1,
     w2,
     embedding,
+    low_rank,
     shift_label,
     pure_draft_prefix_len,
     workspace,
@@ -99,17 +100,19 @@ def _launch_draft_chain(
     batch, drafts = tokens.shape
     vocab, rank = w2.shape
     base_batch_stride, base_slot_stride, _ = base_logits.stride()
-    hidden_batch_stride, hidden_slot_stride, _ = hidden.stride()
+    hidden_batch_stride, hidden_slot_stride, _ = (0, 0, 0) if hidden is None else hidden.stride()
+    inputs = embedding.size(1)
+    units = inputs if w_hh is None else w_hh.size(1)
     status = _C.draft_chain(
         tokens=tokens.data_ptr(),
         scores=scores.data_ptr(),
         workspace=workspace.data_ptr(),
         base_logits=base_logits.data_ptr(),
-        hidden=hidden.data_ptr(),
+        hidden=pointer(hidden),
         anchor=anchor.data_ptr(),
-        w_ih=w_ih.data_ptr(),
-        w_hh=w_hh.data_ptr(),
-        w1=w1.data_ptr(),
+        w_ih=pointer(w_ih),
+        w_hh=pointer(w_hh),
+        w1=pointer(w1),
         w2=w2.data_ptr(),
         embedding=embedding.data_ptr(),
         batch=batch,
@@ -117,9 +120,11 @@ def _launch_draft_chain(
         first_slot=0 if shift_label else 1,
         prefix=pure_draft_prefix_len,
         vocab=vocab,
-        inputs=w_ih.size(1),
-        units=w_hh.size(1),
+        inputs=inputs,
+        hidden_width=0 if hidden is None else hidden.size(2),
+        units=units,
         rank=rank,
+        kind=low_rank,
         base_batch_stride=base_batch_stride,
         base_slot_stride=base_slot_stride,
         hidden_batch_stride=hidden_batch_stride,
@@ -149,8 +154,9 @@ def _launch_draft_chain(
 
 
 _draft_chain = define(
-    "draft_chain(Tensor base_logits, Tensor hidden, Tensor anchor, Tensor w_ih, Tensor w_hh, "
-    "Tensor w1, Tensor w2, Tensor embedding, bool shift_label, int pure_draft_prefix_len, "
+    "draft_chain(Tensor base_logits, Tensor? hidden, Tensor anchor, Tensor? w_ih, Tensor? w_hh, "
+    "Tensor? w1, Tensor w2, Tensor embedding, int low_rank, bool shift_label, "
+    "int pure_draft_prefix_len, "
     "Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores) -> ()",
     _launch_draft_chain,
 )
@@ -177,14 +183,15 @@ def draft_chain(
     pure_draft_prefix_len=1,
     return_scores=False,
 ):
-    """The ids that the Domino head drafts behind an anchor, greedily over the full vocabulary.
+    """The ids that a drafting head drafts behind an anchor, greedily over the full vocabulary.
 
     y_0 is the anchor, S_j the GRU state after the embeddings of y_0..y_j, H the hidden rows:
 
         score of y_{j+1} = base[slot] + [j >= pure_draft_prefix_len] * W2 SiLU(W1 [H[slot] ; S_j])
 
     with slot = j where shift_label (slot i predicts the token after it) and j + 1 where not (slot i
-    predicts its own token; slot 0 is unused). The id is the argmax, ties to the lowest.
+    predicts its own token; slot 0 is unused). The id is the argmax, ties to the lowest. This is
+    Domino's correction; HeadWeights says what stands in its place for its cousins.
 
     Sums are fp32. The state and SiLU(..) are rounded to the dtype of the weights, nothing else
     between the inputs and the argmax. NaN scores never win; where all are NaN, id 0 with score NaN.
@@ -195,7 +202,7 @@ def draft_chain(
         base_logits: [B, S, V] logits of the block's slots; dtype of the weights or float32. Rows
             may be strided.
         hidden: [B, S, H] the draft backbone's output (what its lm_head reads), dtype of the
-            weights. Rows may be strided.
+            weights. Rows may be strided. None for a head that does not see it.
         anchor: [B] int64, the last committed token of each row.
         weights: HeadWeights.
         num_drafts: K, at most S where shift_label, S - 1 where not.
@@ -259,7 +266,10 @@ def draft_chain_out(
     checks.dtype(op, "base_logits", base_logits, {dtype: None, torch.float32: None})
     logits = (batch, slots, weights.vocab_size)
     checks.tensor(op, "base_logits", base_logits, logits, base_logits.dtype, device)
-    checks.tensor(op, "hidden", hidden, (batch, slots, weights.hidden_size), dtype, device)
+    if weights.hidden_size == 0:
+        hidden = None
+    else:
+        checks.tensor(op, "hidden", hidden, (batch, slots, weights.hidden_size), dtype, device)
     checks.tensor(op, "anchor", anchor, (batch,), torch.int64, device)
     checks.tensor(op, "out", out, (batch, drafts), torch.int64, device)
     checks.tensor(op, "scores", scores, (batch, drafts), torch.float32, device)
@@ -285,6 +295,7 @@ def draft_chain_out(
         weights.w1,
         weights.w2,
         weights.embedding,
+        LOW_RANK[weights.low_rank],
         shift_label,
         pure_draft_prefix_len,
         workspace,
@@ -304,7 +315,7 @@ def _workspace_bytes(batch, drafts, weights):
         return 0
     # DraftChainWorkspace of csrc/head/draft_chain.h, in Python so that torch.compile can trace it
     up = lambda n, to: (n + to - 1) // to * to  # noqa: E731
-    tile, units, rank = up(batch, 32), up(weights.gru_size, 32), up(weights.rank, 32)
+    tile, units, rank = up(batch, 32), up(weights.state_size, 32), up(weights.rank, 32)
     parts = batch * drafts * 8, batch * drafts * weights.rank * 4
     parts += (tile * units * 4, tile * units * 4, tile * rank * 4)
     return sum(up(part, 256) for part in parts)

@@ -7,51 +7,89 @@ import torch
 from domino_kernels.ops import checks
 from domino_kernels.torch_library import DTYPES
 
-# field -> name in the public checkpoints
+# field -> name in the public checkpoints, by kind of head
 PUBLIC_NAMES = {
     "w_ih": "prefix_gru.weight_ih_l0",
     "w_hh": "prefix_gru.weight_hh_l0",
     "w1": "embed_proj.0.weight",
     "w2": "embed_proj.2.weight",
 }
+TOKEN_GRU_NAMES = PUBLIC_NAMES | {"w1": "rank_proj.weight", "w2": "low_rank_lm_head.weight"}
+MARKOV_NAMES = {"embedding": "markov_head.markov_w1.weight", "w2": "markov_head.markov_w2.weight"}
+GATED_MARKOV_NAMES = MARKOV_NAMES | {"w1": "markov_head.gate_proj.weight"}
+
+LOW_RANK = {"silu": 0, "linear": 1, "gate": 2, "row": 3}  # LowRank of csrc/head/low_rank.h
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class HeadWeights:
     """What the ops of the head need, contiguous, of one dtype, on one device; shared, not copied.
 
+    A head adds `W2 u` to the logits, and u comes from the hidden row and the tokens before. With
+    S the GRU state and E[y] the row of the last token:
+
+        low_rank   u                        head
+        "silu"     SiLU(W1 [H ; S])         Domino
+                   SiLU(W1 S)               token-only GRU head (DeLS-Spec), W1 without H's columns
+        "linear"   W1 [H ; S]               the same with its rank_activation "identity"
+        "gate"     sigmoid(W1 [H ; E]) * E  DSpark's gated Markov head
+        "row"      E                        DSpark's Markov head
+
+    A scale of the correction (DeLS-Spec mixes the local logits with a weight) belongs into w2.
+
     Args:
-        w_ih: [3G, H] input weight of the prefix GRU, gates in the order r, z, n.
-        w_hh: [3G, G] state weight of the prefix GRU.
+        w_ih: [3G, I] input weight of the prefix GRU, gates in the order r, z, n; None: no GRU.
+        w_hh: [3G, G] state weight of the prefix GRU; None: no GRU.
         w1: [R, H + G] first projection; its columns take the hidden row first, then the state.
+            H = I, or 0 where the head does not see hidden rows; any H for "gate", where G stands
+            for R; None for "row".
         w2: [V, R] second projection, one row a vocabulary id.
-        embedding: [V, H] the target's token embedding, which the GRU reads.
+        embedding: [V, I] the target's token embedding, which the GRU reads; without a GRU [V, R],
+            the head's own table of tokens.
+        low_rank: "silu", "linear", "gate" or "row".
 
     Raises:
         TypeError, ValueError: a tensor does not fit the others.
+
+    Source: Domino (arXiv 2605.29707), section 3; DSpark (arXiv 2607.05147), equations 4 and 5, and
+    its public gated variant; DeLS-Spec (arXiv 2607.07409).
     """
 
-    w_ih: torch.Tensor
-    w_hh: torch.Tensor
-    w1: torch.Tensor
+    w_ih: torch.Tensor | None
+    w_hh: torch.Tensor | None
+    w1: torch.Tensor | None
     w2: torch.Tensor
     embedding: torch.Tensor
+    low_rank: str = "silu"
 
     def __post_init__(self):
         op = "HeadWeights"
-        vocab, inputs = checks.sizes(op, "embedding", self.embedding, "[V, H]")
-        units = checks.sizes(op, "w_hh", self.w_hh, "[3G, G]")[1]
+        if self.low_rank not in LOW_RANK:
+            raise ValueError(
+                f"{op}: low_rank: got {self.low_rank!r}, expected one of {', '.join(LOW_RANK)}"
+            )
+        vocab, inputs = checks.sizes(op, "embedding", self.embedding, "[V, I]")
         rank = checks.sizes(op, "w2", self.w2, "[V, R]")[1]
-        shapes = {
-            "w_ih": (3 * units, inputs),
-            "w_hh": (3 * units, units),
-            "w1": (rank, inputs + units),
-            "w2": (vocab, rank),
-            "embedding": (vocab, inputs),
-        }
+        shapes = {"w2": (vocab, rank)}
+        if self.low_rank in ("silu", "linear"):
+            units = checks.sizes(op, "w_hh", self.w_hh, "[3G, G]")[1]
+            shapes |= {"w_ih": (3 * units, inputs), "w_hh": (3 * units, units)}
+        else:
+            units = inputs = rank
+        shapes["embedding"] = (vocab, inputs)
+        if self.low_rank != "row":
+            width = checks.sizes(op, "w1", self.w1, "[R, H + G]")[1]
+            if self.low_rank != "gate" and width != units:
+                width = inputs + units
+            shapes["w1"] = (rank, max(width, units))
+        for name in ("w_ih", "w_hh", "w1"):
+            if name not in shapes and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{op}: {name}: got a tensor, expected None with low_rank={self.low_rank!r}"
+                )
         if not 0 < vocab < 2**31 or 0 in (inputs, units, rank):
             raise ValueError(
-                f"{op}: got V={vocab}, H={inputs}, G={units}, R={rank}, expected all at least 1 "
+                f"{op}: got V={vocab}, I={inputs}, G={units}, R={rank}, expected all at least 1 "
                 f"and V below 2^31"
             )
         dtype, device = self.w2.dtype, self.w2.device
@@ -65,34 +103,72 @@ class HeadWeights:
             checks.contiguous(op, name, value)
 
     @classmethod
-    def from_state_dict(cls, state_dict, embedding):
-        """From a state_dict with the public names; other entries are ignored.
+    def from_state_dict(cls, state_dict, embedding=None, *, rank_activation="silu"):
+        """From a state_dict with public names, which also say the kind; other entries are ignored.
 
         Args:
-            state_dict: holds prefix_gru.weight_ih_l0, prefix_gru.weight_hh_l0,
-                embed_proj.0.weight and embed_proj.2.weight.
-            embedding: [V, H] the target's token embedding, in the dtype of the head.
+            state_dict: holds one of
+                prefix_gru.weight_ih_l0, prefix_gru.weight_hh_l0 and, of Domino, embed_proj.0.weight
+                and embed_proj.2.weight, of a token-only GRU head, rank_proj.weight and
+                low_rank_lm_head.weight;
+                markov_head.markov_w1.weight and markov_head.markov_w2.weight, with
+                markov_head.gate_proj.weight (gated Markov) or without (Markov).
+            embedding: [V, I] the target's token embedding, in the dtype of the head; for a head
+                with a GRU.
+            rank_activation: of a token-only GRU head: "silu" or "identity".
         """
-        missing = [name for name in PUBLIC_NAMES.values() if name not in state_dict]
+        low_rank = "silu"
+        if MARKOV_NAMES["w2"] in state_dict:
+            gated = GATED_MARKOV_NAMES["w1"] in state_dict
+            names, low_rank = (GATED_MARKOV_NAMES, "gate") if gated else (MARKOV_NAMES, "row")
+        elif TOKEN_GRU_NAMES["w2"] in state_dict:
+            if rank_activation not in ("silu", "identity"):
+                raise ValueError(
+                    f"HeadWeights: rank_activation: got {rank_activation!r}, expected 'silu' or "
+                    f"'identity'"
+                )
+            names, low_rank = TOKEN_GRU_NAMES, {"identity": "linear"}.get(rank_activation, "silu")
+        else:
+            names = PUBLIC_NAMES
+        missing = [name for name in names.values() if name not in state_dict]
         if missing:
             raise ValueError(
                 f"HeadWeights: state_dict: got no {', '.join(missing)}, expected all of "
-                f"{', '.join(PUBLIC_NAMES.values())}"
+                f"{', '.join(names.values())}"
             )
-        tensors = {field: state_dict[name] for field, name in PUBLIC_NAMES.items()}
-        return cls(**tensors, embedding=embedding)
+        fields = dict.fromkeys(("w_ih", "w_hh", "w1"))
+        fields |= {field: state_dict[name] for field, name in names.items()}
+        fields.setdefault("embedding", embedding)
+        return cls(**fields, low_rank=low_rank)
 
     @property
     def vocab_size(self):
         return self.w2.size(0)
 
     @property
+    def recurrent(self):
+        """Whether the head has a GRU."""
+        return self.w_hh is not None
+
+    @property
+    def input_size(self):
+        """Width of the embedding's rows."""
+        return self.embedding.size(1)
+
+    @property
     def hidden_size(self):
-        return self.w_ih.size(1)
+        """Width of the hidden rows that the head sees; 0 where it sees none."""
+        return 0 if self.w1 is None else self.w1.size(1) - self.state_size
 
     @property
     def gru_size(self):
-        return self.w_hh.size(1)
+        """Units of the GRU; 0 without one."""
+        return self.w_hh.size(1) if self.recurrent else 0
+
+    @property
+    def state_size(self):
+        """Width of what stands for the tokens before: the GRU state, or the last token's row."""
+        return self.gru_size or self.rank
 
     @property
     def rank(self):
@@ -107,11 +183,12 @@ class HeadWeights:
         return self.w2.device
 
     def __repr__(self):
-        sizes = {f.name: getattr(self, f.name).nbytes for f in fields(self)}
-        shared = sizes.pop("embedding")
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        sizes = {n: t.nbytes for n, t in tensors.items() if isinstance(t, torch.Tensor)}
+        shared = sizes.pop("embedding") if self.recurrent else 0
         return (
-            f"HeadWeights(V={self.vocab_size}, H={self.hidden_size}, G={self.gru_size}, "
-            f"R={self.rank}, {str(self.dtype).removeprefix('torch.')}, {self.device}, "
-            f"{sum(sizes.values()) / 2**20:.1f} MiB + {shared / 2**20:.1f} MiB embedding of the "
-            f"target)"
+            f"HeadWeights({self.low_rank}, V={self.vocab_size}, H={self.hidden_size}, "
+            f"G={self.gru_size}, R={self.rank}, {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.device}, {sum(sizes.values()) / 2**20:.1f} MiB + {shared / 2**20:.1f} MiB "
+            f"embedding of the target)"
         )

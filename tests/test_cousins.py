@@ -1,0 +1,195 @@
+"""draft_chain with heads of another kind, against their own definitions: DSpark's Markov heads and
+the token-only GRU head of DeLS-Spec."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from domino_kernels import HeadWeights, draft_chain
+from domino_kernels.reference.expand import chain_scores
+from domino_kernels.testing import to_numpy
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPSILON = {torch.float32: 5e-5, torch.float16: 0.02, torch.bfloat16: 0.05}
+V, H, G, R, S = 700, 72, 40, 24, 16
+
+
+class Markov(nn.Module):
+    """bias = W2 W1[previous token] (DSpark, equation 5)."""
+
+    def __init__(self):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(V, R)
+        self.markov_w2 = nn.Linear(R, V, bias=False)
+
+    def rollout(self, base, hidden, anchor):
+        token, tokens, scores = anchor, [], []
+        for slot in range(base.size(1)):
+            logits = base[:, slot] + self.markov_w2(self.latent(hidden[:, slot], token))
+            score, token = logits.max(-1)
+            tokens.append(token)
+            scores.append(score)
+        return torch.stack(tokens, 1), torch.stack(scores, 1)
+
+    def latent(self, hidden, token):
+        return self.markov_w1(token)
+
+
+class GatedMarkov(Markov):
+    """A sigmoid gate of the hidden row and the previous token's row scales that row."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(H + R, R, bias=False)
+
+    def latent(self, hidden, token):
+        row = self.markov_w1(token)
+        return torch.sigmoid(self.gate_proj(torch.cat([hidden, row], -1))) * row
+
+
+class TokenGru(nn.Module):
+    """Logits of the tokens alone: low_rank_lm_head(act(rank_proj(GRU state))) (DeLS-Spec)."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.prefix_gru = nn.GRU(H, G, bias=False, batch_first=True)
+        self.rank_proj = nn.Linear(G, R, bias=False)
+        self.low_rank_lm_head = nn.Linear(R, V, bias=False)
+        self.activation = activation
+
+    def rollout(self, base, hidden, anchor):
+        token, state, tokens, scores = anchor, None, [], []
+        for slot in range(base.size(1)):
+            _, state = self.prefix_gru(self.embedding(token)[:, None], state)
+            local = self.low_rank_lm_head(self.activation(self.rank_proj(state[0])))
+            score, token = (base[:, slot] + local).max(-1)
+            tokens.append(token)
+            scores.append(score)
+        return torch.stack(tokens, 1), torch.stack(scores, 1)
+
+
+HEADS = {
+    "row": Markov,
+    "gate": GatedMarkov,
+    "silu": lambda: TokenGru(functional.silu),
+    "linear": lambda: TokenGru(lambda z: z),
+}
+
+
+def make(kind, dtype, device, B=3):
+    """A module with random weights, its HeadWeights by their public names, and a block."""
+    torch.manual_seed(5)
+    module = HEADS[kind]().to(dtype)
+    for name, parameter in module.named_parameters():
+        parameter.data.normal_(0, 1 if "markov_w1" in name else 2 * parameter.size(1) ** -0.5)
+    module.to(device).requires_grad_(False)
+    names = module.state_dict()
+    if kind in ("row", "gate"):
+        names = {f"markov_head.{name}": value for name, value in names.items()}
+        weights = HeadWeights.from_state_dict(names)
+    else:
+        activation = "identity" if kind == "linear" else "silu"
+        table = names.pop("embedding.weight")
+        weights = HeadWeights.from_state_dict(names, table, rank_activation=activation)
+    assert weights.low_rank == kind
+    base = (torch.randn(B, S, V) * 2).to(device, dtype)
+    hidden = torch.randn(B, S, H).to(device, dtype) if kind == "gate" else None
+    return module, weights, base, hidden, torch.randint(V, (B,)).to(device)
+
+
+@pytest.mark.parametrize("B", [1, 3, 19])
+@pytest.mark.parametrize("kind", HEADS)
+def test_against_the_modules(kind, B, device):
+    module, weights, base, hidden, anchor = make(kind, torch.float32, device, B)
+    rows = base.new_zeros(B, S, 1) if hidden is None else hidden
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):  # cuDNN's GRU is TF32
+        tokens, scores = module.rollout(base, rows, anchor)
+    got = draft_chain(
+        base, hidden, anchor, weights, num_drafts=S, pure_draft_prefix_len=0, return_scores=True
+    )
+    assert torch.equal(got[0], tokens)
+    torch.testing.assert_close(got[1], scores, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shift_label, prefix", [(True, 0), (True, 2), (False, 0), (False, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_replay(kind, dtype, shift_label, prefix, device):
+    """Given the ids before it, each id is the fp64 winner or within epsilon of it."""
+    _, weights, base, hidden, anchor = make(kind, dtype, device, B=9)
+    options = dict(shift_label=shift_label, num_drafts=15)
+    tokens, scores = draft_chain(
+        base, hidden, anchor, weights, pure_draft_prefix_len=prefix, return_scores=True, **options
+    )
+    arrays = [getattr(weights, name) for name in ("w_ih", "w_hh", "w1", "w2", "embedding")]
+    expected = chain_scores(
+        tokens.cpu().numpy(),
+        to_numpy(base),
+        np.zeros((9, S, 0)) if hidden is None else to_numpy(hidden),
+        anchor.cpu().numpy(),
+        [None if a is None else to_numpy(a) for a in arrays],
+        shift_label=shift_label,
+        prefix=prefix,
+        low_rank=kind,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    of_ids = np.take_along_axis(expected, tokens.cpu().numpy()[..., None], -1)[..., 0]
+    assert (expected.max(-1) - of_ids).max() <= EPSILON[dtype]
+    np.testing.assert_allclose(to_numpy(scores), of_ids, atol=EPSILON[dtype])
+    late = draft_chain(base, hidden, anchor.roll(1), weights, pure_draft_prefix_len=0, **options)
+    assert not torch.equal(late, tokens)  # the anchor matters
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_row_does_not_depend_on_the_others(kind, dtype, device):
+    _, weights, base, hidden, anchor = make(kind, dtype, device, B=19)
+    whole = draft_chain(base, hidden, anchor, weights, return_scores=True)
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 12)):
+        part = base[rows], None if hidden is None else hidden[rows], anchor[rows]
+        alone = draft_chain(*part, weights, return_scores=True)
+        assert torch.equal(alone[0], whole[0][rows]) and torch.equal(alone[1], whole[1][rows])
+
+
+def fields(**changes):
+    shapes = dict(w_ih=(12, 8), w_hh=(12, 4), w1=(3, 12), w2=(50, 3), embedding=(50, 8))
+    return {n: None if s is None else torch.zeros(s) for n, s in (shapes | changes).items()}
+
+
+NO_GRU = dict(w_ih=None, w_hh=None, embedding=(50, 3))
+BAD = [
+    (fields(), "tanh", ValueError, "low_rank: got 'tanh', expected one of silu, linear, gate, row"),
+    (fields(w1=(3, 5)), "silu", ValueError, r"w1: got shape \[3, 5\], expected \[3, 12\]"),
+    (fields(**NO_GRU), "silu", TypeError, "w_hh: got NoneType, expected a tensor"),
+    (fields(w1=None), "row", ValueError, "w_ih: got a tensor, expected None with low_rank='row'"),
+    (fields(**NO_GRU), "row", ValueError, "w1: got a tensor, expected None with low_rank='row'"),
+    (fields(**NO_GRU | dict(w1=(3, 2))), "gate", ValueError, r"w1: got shape \[3, 2\], expected"),
+    (fields(**NO_GRU | dict(w1=None)), "gate", TypeError, "w1: got NoneType, expected a tensor"),
+]
+
+
+@pytest.mark.parametrize("tensors, low_rank, error, message", BAD, ids=[b[3] for b in BAD])
+def test_bad_weights(tensors, low_rank, error, message):
+    with pytest.raises(error, match=f"HeadWeights: {message}"):
+        HeadWeights(**tensors, low_rank=low_rank)
+
+
+def test_sizes_and_memory():
+    weights = HeadWeights(**fields(**NO_GRU | dict(w1=(3, 9))), low_rank="gate")
+    assert not weights.recurrent and weights.gru_size == 0
+    assert (weights.hidden_size, weights.state_size, weights.input_size) == (6, 3, 3)
+    assert repr(weights) == (
+        "HeadWeights(gate, V=50, H=6, G=0, R=3, float32, cpu, 0.0 MiB + 0.0 MiB embedding of the "
+        "target)"
+    )
+    token_gru = HeadWeights(**fields(w1=(3, 4)))
+    assert (token_gru.hidden_size, token_gru.state_size, token_gru.input_size) == (0, 4, 8)
+
+
+def test_unknown_activation():
+    names = ("prefix_gru.weight_ih_l0", "rank_proj.weight", "low_rank_lm_head.weight")
+    with pytest.raises(ValueError, match="rank_activation: got 'relu', expected 'silu' or"):
+        HeadWeights.from_state_dict(dict.fromkeys(names), rank_activation="relu")
