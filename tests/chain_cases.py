@@ -48,9 +48,8 @@ def to(arguments, device):
 
 def reference(arguments):
     move = lambda v: v.double().numpy() if v.is_floating_point() else v.numpy()  # noqa: E731
-    return reference_verify_chain(
-        **{k: move(v) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-    )
+    keywords = {k: move(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    return reference_verify_chain(**keywords)
 
 
 def guarded_result(batch, drafts, device):
