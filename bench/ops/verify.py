@@ -1,34 +1,69 @@
 """Verification of drafted chains at the vocabularies of the public checkpoints.
 
-Every row has a planted winner that takes all but about 1e-7 of its law. The draft is the winner up
-to slot `accepted` and another token there, so any right verifier, sampled or not, accepts exactly
-that many drafts and emits the winners: one gate serves ours and the peers. Laws are tested in
-tests/losslessness, not here.
+What the rows look like and how a request comes to accept a planned number of drafts stands in
+verify_inputs.py. The gate: that number, the accepted drafts, and a last token that the filters
+leave and that is not the rejected draft. Laws are tested in tests/losslessness, not here.
 """
 
 import torch
 
+from bench.ops.verify_inputs import (
+    TEMPERATURE,
+    accept_counts,
+    coins,
+    filtered_share,
+    find_starts,
+    make_pool,
+    make_rows,
+)
+from bench.peers import verify as peers
 from bench.registry import Case
 from domino_kernels import VerifyResult, verify_chain, verify_chain_workspace
 
-VOCABULARIES = {"smollm2": 49152, "qwen3": 151936}
-BATCHES = (1, 4, 16, 64)
+VOCABULARIES = {"qwen3": 151936, "smollm2": 49152}
+BATCHES = (1, 8, 64)
 DRAFTS = 15
 DTYPE = torch.bfloat16
+OWN_COINS = peers.OWN_COINS
+FILTERS = {"none": (0, 1.0), "k50p95": (50, 0.95), "p95": (0, 0.95)}
 
 
-def make_operands(vocab, batch, accepted, dense, seed, device):
+def make_operands(vocab, batch, accepted, data, q, filters, sampled, seed, device):
     generator = torch.Generator(device).manual_seed(seed)
+    slots = torch.arange(DRAFTS + 1, device=device)
+    counts = accept_counts(accepted, batch, DRAFTS).to(device)
+    peaked = (slots < counts[:, None]) | (data == "peaked")
+    target, heads = make_rows(vocab, batch, DRAFTS + 1, peaked, generator, DTYPE)
+    k, p = FILTERS[filters]
+    drafts = heads[:, :DRAFTS, 0].clone()
+    stopped = slots[:DRAFTS] == counts[:, None]
+    drafts[stopped] = (drafts[stopped] + 1) % vocab  # a token of the tail
+    ids = draft = None
+    q_of_draft = torch.ones(batch, DRAFTS, device=device)
+    if q == "pool":
+        ids, draft = make_pool(target[:, :DRAFTS], heads[:, :DRAFTS], generator)
+        # where the walk stops the drafter was sure of its token
+        ids[..., 0] = drafts
+        draft[..., 0] = draft[..., 0].where(~stopped, draft.max(-1).values + 4)
+        law = (draft.float() / TEMPERATURE).softmax(-1)
+        q_of_draft = law[..., 0]
+    elif q == "dense":
+        draft = torch.randn(batch, DRAFTS, vocab, generator=generator, device=device, dtype=DTYPE)
+        near = target[:, :DRAFTS].gather(-1, heads[:, :DRAFTS])
+        draft.scatter_(-1, heads[:, :DRAFTS], near)
+        at = drafts[..., None]
+        sure = draft.max(-1, keepdim=True).values + 4
+        draft.scatter_(-1, at, sure.where(stopped[..., None], draft.gather(-1, at)))
+        at_temperature = draft.float() / 1.0
+        q_of_draft = (at_temperature.gather(-1, at)[..., 0] - at_temperature.logsumexp(-1)).exp()
+    seeds = torch.arange(batch, device=device)
+    start = torch.full((batch,), 100, device=device)
+    if sampled:
+        share = torch.ones(batch, DRAFTS, device=device)
+        if bool(counts.any()):
+            share = filtered_share(target[:, :DRAFTS], TEMPERATURE, k, p)
+        start = find_starts(seeds, (share / q_of_draft).clamp(max=1), counts)
     wide = batch, DRAFTS + 1
-
-    def rows(winner):
-        logits = torch.randn(*winner.shape, vocab, generator=generator, device=device, dtype=DTYPE)
-        return logits.scatter_(-1, winner[..., None], 30.0)
-
-    winner = torch.randint(vocab, wide, generator=generator, device=device)
-    drafts = winner[:, :DRAFTS].clone()
-    if accepted < DRAFTS:
-        drafts[:, accepted] = (drafts[:, accepted] + 1) % vocab
     out = VerifyResult(
         torch.empty(wide, dtype=torch.int64, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
@@ -37,100 +72,149 @@ def make_operands(vocab, batch, accepted, dense, seed, device):
         torch.empty(batch, dtype=torch.uint8, device=device),
     )
     return {
-        "target": rows(winner),
+        "target": target,
         "drafts": drafts,
-        "temperature": torch.ones(batch, device=device),
-        "seed": torch.arange(batch, device=device),
-        "start": torch.full((batch,), 100, device=device),
-        "draft": rows(drafts) if dense else None,
-        "winner": winner,
+        "temperature": torch.full((batch,), TEMPERATURE, device=device),
+        "draft_temperature": torch.full(
+            (batch,), 1.0 if q == "dense" else TEMPERATURE, device=device
+        ),
+        "seed": seeds,
+        "start": start,
+        "coins": coins(seeds, start, DRAFTS),
+        "draft": draft,
+        "ids": ids,
+        "k": k,
+        "p": p,
+        "top_k": torch.full((batch,), k, dtype=torch.int32, device=device) if k else None,
+        "top_p": torch.full((batch,), p, device=device) if p < 1 else None,
+        "counts": counts,
+        "greedy": not sampled,
         "out": out,
-        "workspace": verify_chain_workspace(batch, DRAFTS, dense=dense, device=device),
+        "workspace": verify_chain_workspace(batch, DRAFTS, dense=q == "dense", device=device),
     }
 
 
-def ours_greedy(o):
-    return verify_chain(o["target"], o["drafts"], out=o["out"], workspace=o["workspace"])
+def ours(rule):
+    def call(o):
+        rest = dict(out=o["out"], workspace=o["workspace"])
+        if rule == "greedy":
+            return verify_chain(o["target"], o["drafts"], **rest)
+        for name, key in (("top_k", "top_k"), ("top_p", "top_p"), ("draft_ids", "ids")):
+            if o[key] is not None:
+                rest[name] = o[key]
+        if o["draft"] is not None:
+            rest |= dict(draft_logits=o["draft"], draft_temperature=o["draft_temperature"])
+        result = verify_chain(
+            o["target"],
+            o["drafts"],
+            rule=rule,
+            temperature=o["temperature"],
+            seed=o["seed"],
+            block_start=o["start"],
+            **rest,
+        )
+        # the coins were chosen for the token rule
+        return result if rule == "token" else (*result[:2], OWN_COINS)
+
+    return call
 
 
-def ours_token(o):
-    return verify_chain(
-        o["target"],
-        o["drafts"],
-        rule="token",
-        temperature=o["temperature"],
-        seed=o["seed"],
-        block_start=o["start"],
-        draft_logits=o["draft"],
-        out=o["out"],
-        workspace=o["workspace"],
-    )
-
-
-def torch_greedy(o):
-    best = o["target"].argmax(-1)
-    kept = (best[:, :-1] == o["drafts"]).cumprod(-1).sum(-1)
-    return best, kept
-
-
-def torch_token(o):
-    """The rule as it is usually written in Torch: whole softmaxes, then gathers."""
-    temperature, x = o["temperature"][:, None, None], o["drafts"][..., None]
-    p = (o["target"].float() / temperature).softmax(-1)
-    if o["draft"] is None:
-        q, q_x = torch.zeros_like(p[:, :-1]).scatter_(-1, x, 1.0), 1.0
-    else:
-        q = (o["draft"].float() / temperature).softmax(-1)
-        q_x = q.gather(-1, x)[..., 0]
-    p_x = p[:, :-1].gather(-1, x)[..., 0]
-    kept = (torch.rand_like(p_x) * q_x <= p_x).cumprod(-1).sum(-1)
-    at = kept[:, None, None].expand(-1, 1, p.size(-1))
-    last = p.gather(1, at)[:, 0]
-    inside = (kept < DRAFTS)[:, None]
-    q_last = q.gather(1, at.clamp(max=DRAFTS - 1))[:, 0] * inside
-    rest = (last - q_last).relu()
-    drawn = (rest / torch.empty_like(rest).exponential_()).argmax(-1)
-    tokens = torch.nn.functional.pad(o["drafts"], (0, 1))
-    return tokens.scatter(1, kept[:, None], drawn[:, None]), kept
+def allowed(logits, k, p):
+    """[B, V] bool: what the filters leave; a nucleus a little larger, for rounding at its edge."""
+    logits = logits.double() / TEMPERATURE
+    if k:
+        logits = logits.masked_fill(logits < logits.topk(k, -1).values[..., -1:], -torch.inf)
+    ordered, ids = logits.softmax(-1).sort(-1, descending=True)
+    inside = ordered.cumsum(-1) - ordered < p + 1e-3
+    return torch.zeros_like(inside).scatter_(-1, ids, inside & (ordered > 0))
 
 
 def check(operands, result):
-    o = operands[0]
-    tokens, kept = result[0], result[1]
-    accepted = int((o["drafts"] == o["winner"][:, :-1]).int().cumprod(-1).sum(-1)[0])
-    assert kept.tolist() == [accepted] * len(kept), f"accepted {kept.tolist()}, not {accepted}"
-    emitted = tokens[:, : accepted + 1]
-    wrong = int((emitted != o["winner"][:, : accepted + 1]).sum())
-    assert wrong == 0, f"{wrong} emitted tokens are not the winners"
+    """A third element "own coins": the provider accepts as many as its own randomness says."""
+    (o,) = operands
+    tokens, kept = result[0].long(), result[1].long()
+    counts, drafts = o["counts"], o["drafts"]
+    own = len(result) == 3 and result[2] == OWN_COINS
+    assert own or torch.equal(kept, counts), f"accepted {kept.tolist()}, not {counts.tolist()}"
+    slots = torch.arange(DRAFTS, device=kept.device)
+    emitted = (tokens[:, :DRAFTS] == drafts) | (slots >= kept[:, None])
+    assert bool(emitted.all()), "an accepted draft was not emitted"
+    last = tokens.gather(1, kept[:, None])
+    stop = o["target"][torch.arange(len(kept), device=kept.device), kept]
+    if o["greedy"]:
+        assert torch.equal(last[:, 0], stop.float().argmax(-1)), "not the argmax"
+        return
+    inside = allowed(stop, o["k"], o["p"]).gather(1, last)
+    assert bool(inside.all()), "a token that the filters remove"
+    rejected = drafts.gather(1, kept.clamp(max=DRAFTS - 1)[:, None])
+    assert bool(((last != rejected) | (kept == DRAFTS)[:, None]).all()), "the rejected draft"
 
 
-MODES = {  # case -> (ours, peer, dense)
-    "greedy": (ours_greedy, torch_greedy, False),
-    "token": (ours_token, torch_token, False),
-    "token-dense": (ours_token, torch_token, True),
+GREEDY_PEERS = {
+    "torch": peers.torch_greedy,
+    "torch-graph": peers.torch_greedy,
+    "compile": peers.compiled_greedy,
+    "vllm-structure": peers.structure_greedy,
+}
+TOKEN_PEERS = {
+    "torch": peers.torch_token,
+    "torch-graph": peers.torch_token,
+    "compile": peers.compiled_token,
+    "vllm-structure": peers.structure_token,
+}
+FLASHINFER_PEERS = {
+    "flashinfer": peers.flashinfer_token,
+    "vllm-structure+flashinfer": peers.structure_with_flashinfer,
 }
 
 
-def verify_chain_case(mode, model, batch, accepted):
-    ours, peer, dense = MODES[mode]
-    vocab = VOCABULARIES[model]
-    rows = accepted + 1 + (min(accepted + 1, DRAFTS) if dense else 0)  # rows that decide
+def verify_chain_case(
+    rule, batch, accepted, *, q="one-hot", filters="none", data="peaked", model="qwen3", peer=True
+):
+    vocab, sampled = VOCABULARIES[model], rule != "greedy"
+    providers = {"ours": ours(rule)}
+    if peer:
+        providers |= TOKEN_PEERS if sampled else GREEDY_PEERS
+        if sampled and peers.flashinfer() is not None:
+            providers |= FLASHINFER_PEERS
+    params = {"model": model, "accepted": accepted}
+    if sampled:
+        k, p = FILTERS[filters]
+        params |= {"T": TEMPERATURE, "k": k, "p": p, "q_form": q, "data": data}
+    rows = (DRAFTS + 1) * vocab + (DRAFTS * vocab if q == "dense" else 0)
+    arguments = vocab, batch, accepted, data, q, filters, sampled
     return Case(
         op="verify_chain",
-        case=mode,
-        params={"model": model, "accepted": accepted, "T": float(mode != "greedy")},
-        shape={"V": vocab, "K": DRAFTS, "accepted": accepted},
+        case=rule,
+        params=params,
+        shape={"V": vocab, "K": DRAFTS},
         batch=batch,
-        make=lambda seed, device: (make_operands(vocab, batch, accepted, dense, seed, device),),
-        providers={"ours": ours, "torch": peer},
+        make=lambda seed, device: (make_operands(*arguments, seed, device),),
+        providers=providers,
         check=check,
-        bytes=batch * rows * vocab * DTYPE.itemsize,
+        bytes=batch * rows * DTYPE.itemsize,
+        eager=("torch",) if peer else (),
+        gpu_only=tuple(n for n in providers if n.startswith(("vllm", "flashinfer", "compile"))),
     )
 
 
 def cases():
-    for mode in MODES:
-        for model in VOCABULARIES:
-            for accepted in (DRAFTS, 4):
-                for batch in BATCHES:
-                    yield verify_chain_case(mode, model, batch, accepted)
+    case = verify_chain_case
+    for batch in BATCHES:
+        for accepted in ("all", "mean", "none"):
+            peer = accepted == "mean"
+            yield case("greedy", batch, accepted, peer=peer)
+            for filters in ("k50p95", "p95"):
+                for q in ("one-hot", "pool"):
+                    for data in ("peaked", "flat"):
+                        peered = peer and data == "peaked"
+                        yield case(
+                            "token", batch, accepted, q=q, filters=filters, data=data, peer=peered
+                        )
+            yield case("token", batch, accepted, q="dense", filters="k50p95", peer=peer)
+        yield case("token", batch, "mean")
+        yield case("token", batch, "mean", q="dense")
+        for rule, q in (("block", "dense"), ("block", "pool"), ("match", "one-hot")):
+            yield case(rule, batch, "mean", q=q, filters="k50p95", peer=False)
+    yield case("greedy", 1, "mean", model="smollm2")
+    yield case("token", 1, "mean", model="smollm2", filters="p95")

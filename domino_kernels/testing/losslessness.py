@@ -288,12 +288,10 @@ def chain_verifier(rule="token", *, dense=False, dtype=torch.float32):
         if sampling.order != "transformers":
             keywords["filter_order"] = sampling.order
         if sampling.penalises:
-            keywords["token_counts"] = counts
+            keywords["output_counts"] = counts
             keywords["repetition_penalty"] = torch.full_like(like, sampling.repetition)
             keywords["presence_penalty"] = torch.full_like(like, sampling.presence)
             keywords["frequency_penalty"] = torch.full_like(like, sampling.frequency)
-        if rule in ("match", "gumbel"):
-            keywords["keying"] = "position"
         result = verify_chain(target_logits.to(dtype), draft_tokens, rule=rule, **keywords)
         return result.tokens, result.num_emitted
 
