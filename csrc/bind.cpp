@@ -9,6 +9,8 @@
 #include "head/grow_tree.h"
 #include "head/gru_step.h"
 #include "head/project_hidden.h"
+#include "head/shortlist.h"
+#include "head/vocab_winners.h"
 #include "verify/noise.h"
 #include "verify/verify_chain.h"
 
@@ -131,6 +133,43 @@ PYBIND11_MODULE(_C, m) {
       field("hidden_batch_stride", &ProjectHiddenParams::hidden_batch_stride),
       field("hidden_slot_stride", &ProjectHiddenParams::hidden_slot_stride),
       field("dtype", &ProjectHiddenParams::dtype));
+
+  using Shortlist = ShortlistParams;
+  bind_op<Shortlist>(
+      m, "shortlist", DOMINO_CUDA_LAUNCHER(shortlist_cuda), shortlist_cpu,
+      field("ids", &Shortlist::ids), field("scores", &Shortlist::scores),
+      field("winners", &Shortlist::winners), field("tile_max", &Shortlist::tile_max),
+      field("workspace", &Shortlist::workspace), field("base_logits", &Shortlist::base_logits),
+      field("mask", &Shortlist::mask), field("bias", &Shortlist::bias),
+      field("num_active", &Shortlist::num_active), field("batch", &Shortlist::batch),
+      field("slots", &Shortlist::slots), field("prefix", &Shortlist::prefix),
+      field("vocab", &Shortlist::vocab), field("vocab_valid", &Shortlist::vocab_valid),
+      field("pools", &Shortlist::pools), field("size", &Shortlist::size),
+      field("winners_stride", &Shortlist::winners_stride),
+      field("base_batch_stride", &Shortlist::base_batch_stride),
+      field("base_slot_stride", &Shortlist::base_slot_stride),
+      field("mask_stride", &Shortlist::mask_stride), field("bias_stride", &Shortlist::bias_stride),
+      field("dtype", &Shortlist::dtype), field("portable", &Shortlist::portable),
+      field("overlap", &Shortlist::overlap));
+  m.def("shortlist_workspace", &shortlist_workspace, pybind11::kw_only(), pybind11::arg("batch"),
+        pybind11::arg("pools"), pybind11::arg("vocab"));
+
+  using Winners = VocabWinnersParams;
+  bind_op<Winners>(m, "vocab_winners", DOMINO_CUDA_LAUNCHER(vocab_winners_cuda), vocab_winners_cpu,
+                   field("keys", &Winners::keys), field("base_logits", &Winners::base_logits),
+                   field("low_rank", &Winners::low_rank), field("w2", &Winners::w2),
+                   field("mask", &Winners::mask), field("bias", &Winners::bias),
+                   field("num_active", &Winners::num_active), field("batch", &Winners::batch),
+                   field("slots", &Winners::slots), field("vocab", &Winners::vocab),
+                   field("vocab_valid", &Winners::vocab_valid), field("rank", &Winners::rank),
+                   field("first_id", &Winners::first_id),
+                   field("base_batch_stride", &Winners::base_batch_stride),
+                   field("base_slot_stride", &Winners::base_slot_stride),
+                   field("low_rank_batch_stride", &Winners::low_rank_batch_stride),
+                   field("low_rank_slot_stride", &Winners::low_rank_slot_stride),
+                   field("mask_stride", &Winners::mask_stride),
+                   field("bias_stride", &Winners::bias_stride), field("dtype", &Winners::dtype),
+                   field("base_dtype", &Winners::base_dtype));
 
   using Noise = NoiseParams;
   bind_op<Noise>(m, "noise", DOMINO_CUDA_LAUNCHER(noise_cuda), noise_cpu, field("out", &Noise::out),

@@ -104,6 +104,25 @@ def draft_chain_triton(dtype, exact):
     return (*inputs, None, shift_label, prefix, exact, 4, workspace, tokens, scores)
 
 
+def shortlist(dtype, pools, optional):
+    base = torch.randn(3, 4, 70).to(dtype)[:2, 1:]  # strided
+    mask = torch.full((2, 3), -1, dtype=torch.int32) if optional else None
+    bias, active = (torch.zeros(2, 70), torch.ones(1).int()) if optional else (None, None)
+    ids = torch.zeros((2, 5) if pools == 1 else (2, 3, 5), dtype=torch.int32)
+    workspace = torch.zeros(1 << 13, dtype=torch.uint8)
+    scores = torch.zeros(ids.shape) if optional else None
+    return base, 66, mask, bias, active, optional, workspace, ids, scores
+
+
+def vocab_winners(dtype, optional):
+    base, w2 = torch.randn(2, 3, 70), torch.randn(70, 16).to(dtype)
+    mask = torch.full((2, 3), -1, dtype=torch.int32) if optional else None
+    bias, active = (torch.zeros(2, 70), torch.ones(1).int()) if optional else (None, None)
+    low_rank = None if optional else torch.randn(2, 3, 16).to(dtype)
+    keys = torch.zeros(2, 3, dtype=torch.int64)
+    return base, low_rank, w2, 128, 66, mask, bias, active, keys
+
+
 def noise(kind):
     integers = torch.arange(3)
     dtype = torch.int64 if kind == 0 else torch.float32
@@ -143,6 +162,8 @@ SAMPLES = {
     ],
     "grow_tree": [grow_tree(True), grow_tree(False)],
     "project_hidden": [(torch.randn(2, 3, 8), torch.randn(5, 12), torch.zeros(2, 3, 5))],
+    "shortlist": [shortlist(torch.bfloat16, 1, False), shortlist(torch.float32, 3, True)],
+    "vocab_winners": [vocab_winners(torch.bfloat16, i) for i in (False, True)],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [
         verify_chain(False, False, False),

@@ -26,6 +26,7 @@ struct LaunchShape {
   size_t shared = 0;  // bytes of dynamic shared memory
   int cluster = 1;    // blocks of a cluster, along x; above 1 (sm_90 and later)
   bool overlap = false;
+  bool cooperative = false;  // all blocks resident at once, or an error
 };
 
 // Launches kernel(args...). With `overlap` (sm_90 and later) its blocks may start before the launch
@@ -34,7 +35,7 @@ struct LaunchShape {
 template <class... Params, class... Args>
 void launch_kernel(const LaunchShape& shape, cudaStream_t stream, void (*kernel)(Params...),
                    const Args&... args) {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(shape.threads);
@@ -51,6 +52,11 @@ void launch_kernel(const LaunchShape& shape, cudaStream_t stream, void (*kernel)
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = shape.cluster;
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  if (shape.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   }
   cudaLaunchKernelEx(&config, kernel, args...);  // launched() reports an error
 }
@@ -74,6 +80,11 @@ __device__ __forceinline__ void previous_launch_done() {
 template <class T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
+}
+
+template <class T>
+__host__ __device__ constexpr T round_up(T n, T to) {
+  return ceil_div(n, to) * to;
 }
 
 inline bool is_aligned(const void* pointer, size_t bytes) {

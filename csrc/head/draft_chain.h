@@ -23,6 +23,7 @@
 
 #include "common/dtype.h"
 #include "head/low_rank.h"
+#include "head/shortlist.h"
 
 namespace domino {
 
@@ -124,14 +125,15 @@ struct DraftChainWorkspace {
 struct ChainControl {
   uint32_t epoch;  // of the next draft_chain_block launch: a multiple of kEpochStride, wraps around
   uint32_t left;   // blocks that have left the launch; the last one moves epoch on
-  uint32_t aborted;  // not 0: draft_chain_block gave up waiting for one of its blocks
-  uint32_t unused[29];
+  uint32_t aborted;    // not 0: draft_chain_block gave up waiting for one of its blocks
+  uint32_t certified;  // blocks that have finished the running draft_chain_certify launch
+  uint32_t arrived;    // at the barriers of the running draft_chain_finish launch, all together
+  uint32_t unused[27];
 };
 constexpr uint32_t kEpochStride = 32;
 
-constexpr int kPoolTile = 128;  // ids of a tile of tile_max
-
 struct ChainBlockParams : DraftChainParams {
+  bool portable;  // nothing above sm_80, on any GPU
   // the plan's memory, at the offsets of ChainBlockWorkspace
   ChainControl* control;
   int32_t* first;      // [batch]: first draft that is not yet certified; drafts: row is done
@@ -140,7 +142,8 @@ struct ChainBlockParams : DraftChainParams {
   float* from_hidden;  // [batch, corrected, rank]: W1h H
   void* low_rank;      // [batch, corrected, rank]: u, rounded
   void* states;        // [batch, drafts, units]: S_j, rounded
-  float* tile_max;     // [batch, corrected, ceil(vocab / kPoolTile)]: max of adjusted base
+  float* tile_max;     // [ceil(vocab / kPoolTile), batch, corrected]: max of adjusted base
+  void* shortlist;     // shortlist_workspace() bytes
   void* exchange;      // words that carry value and epoch (draft_chain_block.cuh)
 
   DOMINO_HD int64_t corrected() const { return drafts > prefix ? drafts - prefix : 0; }
@@ -158,7 +161,7 @@ DOMINO_HD float adjusted_base(const DraftChainParams& p, const Base* row, int64_
 
 struct ChainBlockWorkspace {
   int64_t control, exchange;  // these two are zeroed once, before the first use
-  int64_t first, keys, pool, from_hidden, low_rank, states, tile_max;
+  int64_t first, keys, pool, from_hidden, low_rank, states, tile_max, shortlist;
   int64_t bytes;
 
   explicit ChainBlockWorkspace(const ChainBlockParams& p) {
@@ -178,6 +181,7 @@ struct ChainBlockWorkspace {
     low_rank = take(rows * p.rank * 2);
     states = take(p.batch * p.drafts * p.units * 2);
     tile_max = take(rows * ((p.vocab + kPoolTile - 1) / kPoolTile) * 4);
+    shortlist = take(shortlist_workspace(p.batch, p.pools, p.vocab));
   }
 
   // Two groups of 32 rows: two states and u in words of 4 values; keys: 32 words a block.
@@ -196,13 +200,16 @@ struct ChainBlockWorkspace {
     p.low_rank = at + low_rank;
     p.states = at + states;
     p.tile_max = reinterpret_cast<float*>(at + tile_max);
+    p.shortlist = at + shortlist;
   }
 };
 
 // Launchers of the block form; each a phase of draft_chain_cuda.
 int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);  // shortlist.cu
 int draft_chain_block_cuda(const ChainBlockParams& p, bool restart, void* stream);
-int draft_chain_certify_cuda(const ChainBlockParams& p, void* stream);  // draft_chain_certify.cu
+int draft_chain_certify_cuda(const ChainBlockParams& p, bool restart, void* stream);
+// Exact drafts from first[b] on for the rows where first[b] < drafts, a pass over W2 each.
+int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);  // draft_chain_certify.cu
 
 int draft_chain_cuda(const DraftChainParams& p, void* stream);
 int draft_chain_cpu(const DraftChainParams& p);
