@@ -57,7 +57,7 @@ def test_verify_chain(device, rule):
     logits = torch.zeros(1, 2, 2, device=device)
     drafts = torch.zeros(1, 1, dtype=torch.int64, device=device)
     out = domino_kernels.verify_chain(logits, drafts)
-    rest = dict(out=out, workspace=domino_kernels.verify_chain_workspace(1, 1, device=device))
+    rest = dict(out=out, workspace=domino_kernels.verify_chain_workspace(1, 1, 2, device=device))
     if rule == "token":
         rest |= dict(rule="token", temperature=torch.ones(1, device=device))
         rest |= dict(seed=drafts[0], block_start=drafts[0])

@@ -12,6 +12,7 @@
 #include "head/shortlist.h"
 #include "head/vocab_winners.h"
 #include "verify/noise.h"
+#include "verify/row_stats.h"
 #include "verify/verify_chain.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -183,17 +184,61 @@ PYBIND11_MODULE(_C, m) {
       m, "verify_chain", DOMINO_CUDA_LAUNCHER(verify_chain_cuda), verify_chain_cpu,
       field("tokens", &Chain::tokens), field("num_accepted", &Chain::num_accepted),
       field("num_emitted", &Chain::num_emitted), field("chosen_logprob", &Chain::chosen_logprob),
-      field("status", &Chain::status), field("workspace", &Chain::workspace),
+      field("status", &Chain::status), field("top_ids", &Chain::top_ids),
+      field("top_logprob", &Chain::top_logprob), field("workspace", &Chain::workspace),
       field("target_logits", &Chain::target_logits), field("draft_tokens", &Chain::draft_tokens),
-      field("temperature", &Chain::temperature), field("seed", &Chain::seed),
-      field("block_start", &Chain::block_start), field("draft_logits", &Chain::draft_logits),
+      field("rules", &Chain::rules), field("temperature", &Chain::temperature),
+      field("seed", &Chain::seed), field("block_start", &Chain::block_start),
+      field("draft_logits", &Chain::draft_logits), field("draft_ids", &Chain::draft_ids),
+      field("draft_logprob", &Chain::draft_logprob),
       field("draft_temperature", &Chain::draft_temperature), field("cu_rows", &Chain::cu_rows),
-      field("batch", &Chain::batch), field("drafts", &Chain::drafts), field("vocab", &Chain::vocab),
-      field("total_rows", &Chain::total_rows),
+      field("num_active", &Chain::num_active), field("residual_slot", &Chain::residual_slot),
+      field("top_k", &Chain::top_k), field("top_p", &Chain::top_p), field("min_p", &Chain::min_p),
+      field("logit_bias", &Chain::logit_bias),
+      field("repetition_penalty", &Chain::repetition_penalty),
+      field("presence_penalty", &Chain::presence_penalty),
+      field("frequency_penalty", &Chain::frequency_penalty),
+      field("prompt_mask", &Chain::prompt_mask), field("output_counts", &Chain::output_counts),
+      field("grammar_mask", &Chain::grammar_mask), field("batch", &Chain::batch),
+      field("drafts", &Chain::drafts), field("vocab", &Chain::vocab), field("pool", &Chain::pool),
+      field("top_logprobs", &Chain::top_logprobs), field("total_rows", &Chain::total_rows),
       field("target_batch_stride", &Chain::target_batch_stride),
       field("target_row_stride", &Chain::target_row_stride),
       field("draft_tokens_stride", &Chain::draft_tokens_stride),
       field("draft_batch_stride", &Chain::draft_batch_stride),
       field("draft_row_stride", &Chain::draft_row_stride),
-      field("target_dtype", &Chain::target_dtype), field("draft_dtype", &Chain::draft_dtype));
+      field("ids_batch_stride", &Chain::ids_batch_stride),
+      field("ids_row_stride", &Chain::ids_row_stride), field("bias_stride", &Chain::bias_stride),
+      field("prompt_stride", &Chain::prompt_stride), field("counts_stride", &Chain::counts_stride),
+      field("grammar_batch_stride", &Chain::grammar_batch_stride),
+      field("grammar_row_stride", &Chain::grammar_row_stride), field("rule", &Chain::rule),
+      field("filter_order", &Chain::filter_order), field("target_dtype", &Chain::target_dtype),
+      field("draft_dtype", &Chain::draft_dtype));
+  m.def("verify_chain_workspace", &verify_chain_workspace, pybind11::kw_only(),
+        pybind11::arg("batch"), pybind11::arg("drafts"), pybind11::arg("vocab"),
+        pybind11::arg("dense"));
+
+  using Rows = RowStatsParams;
+  bind_op<Rows>(m, "row_stats", DOMINO_CUDA_LAUNCHER(row_stats_cuda), row_stats_cpu,
+                field("lse", &Rows::lse), field("argmax", &Rows::argmax),
+                field("logprob", &Rows::logprob), field("status", &Rows::status),
+                field("partials", &Rows::partials), field("top_ids", &Rows::top_ids),
+                field("top_logprob", &Rows::top_logprob), field("workspace", &Rows::workspace),
+                field("logits", &Rows::logits), field("tokens", &Rows::tokens),
+                field("temperature", &Rows::temperature), field("rows", &Rows::rows),
+                field("vocab", &Rows::vocab), field("vocab_start", &Rows::vocab_start),
+                field("vocab_total", &Rows::vocab_total), field("row_stride", &Rows::row_stride),
+                field("parts", &Rows::parts), field("top_logprobs", &Rows::top_logprobs),
+                field("dtype", &Rows::dtype));
+  bind_op<Rows>(m, "combine_row_stats", DOMINO_CUDA_LAUNCHER(combine_row_stats_cuda),
+                combine_row_stats_cpu, field("lse", &Rows::lse), field("argmax", &Rows::argmax),
+                field("logprob", &Rows::logprob), field("status", &Rows::status),
+                field("partials", &Rows::partials), field("top_ids", &Rows::top_ids),
+                field("top_logprob", &Rows::top_logprob), field("workspace", &Rows::workspace),
+                field("logits", &Rows::logits), field("tokens", &Rows::tokens),
+                field("temperature", &Rows::temperature), field("rows", &Rows::rows),
+                field("vocab", &Rows::vocab), field("vocab_start", &Rows::vocab_start),
+                field("vocab_total", &Rows::vocab_total), field("row_stride", &Rows::row_stride),
+                field("parts", &Rows::parts), field("top_logprobs", &Rows::top_logprobs),
+                field("dtype", &Rows::dtype));
 }

@@ -30,8 +30,13 @@ _HOME = {
     "shortlist": "domino_kernels.ops.shortlist",
     "vocab_winners": "domino_kernels.ops.shards",
     "VerifyResult": "domino_kernels.ops.verify",
+    "VerifyRule": "domino_kernels.ops.verify",
     "VerifyStatus": "domino_kernels.ops.verify",
     "noise": "domino_kernels.ops.verify",
+    "RowStats": "domino_kernels.ops.row_stats",
+    "combine_row_stats": "domino_kernels.ops.row_stats",
+    "residual_sample": "domino_kernels.ops.residual",
+    "row_stats": "domino_kernels.ops.row_stats",
     "verify_chain": "domino_kernels.ops.verify",
     "verify_chain_workspace": "domino_kernels.ops.verify",
 }

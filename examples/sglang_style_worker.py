@@ -126,7 +126,9 @@ class DominoWorker:
         )
         # One workspace an op: cycles follow each other on one stream. Smaller batches share it.
         self.head_workspace = dk.draft_chain_workspace(max_batch, self.drafts, self.head)
-        self.verify_workspace = dk.verify_chain_workspace(max_batch, self.drafts, device=device)
+        self.verify_workspace = dk.verify_chain_workspace(
+            max_batch, self.drafts, target.embedding.size(0), device=device
+        )
 
     @torch.inference_mode()
     def prefill(self, request):
@@ -204,7 +206,7 @@ class DominoWorker:
             seed=self.seed[:batch],
             block_start=length,
             cu_rows=self.cu_rows[: batch + 1],
-            out=dk.VerifyResult(*(buffer[:batch] for buffer in self.result)),
+            out=dk.VerifyResult(*(buffer[:batch] for buffer in self.result[:5])),
             workspace=self.verify_workspace,
         )
         # Context of all rows; what was rejected is overwritten by the next block.

@@ -53,12 +53,15 @@ def reference(arguments):
 
 
 def guarded_result(batch, drafts, device):
-    guards = [Guarded(t.shape, t.dtype, device) for t in _empty_result(batch, drafts, "cpu")]
+    sizes = _empty_result(batch, drafts, "cpu")[:5]
+    guards = [Guarded(t.shape, t.dtype, device) for t in sizes]
     return guards, VerifyResult(*(guard.tensor for guard in guards))
 
 
 def assert_same(actual, expected):
     for name, a, b in zip(VerifyResult._fields, actual, expected):
+        if a is None and b is None:
+            continue
         assert torch.equal(a.cpu(), b.cpu()), f"{name}: {a} is not {b}"
 
 

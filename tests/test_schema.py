@@ -129,21 +129,62 @@ def noise(kind):
     return integers, integers, 2, 1, kind, torch.zeros(3, 6, dtype=dtype)
 
 
-def verify_chain(sampled, dense, ragged):
+def verify_chain(sampled, q, ragged, *, edited=False, top=0):
+    """q: None, "dense", "pool" or "scalar"."""
     target = torch.randn(2, 5, 7)[:, :4]  # strided
     request = torch.ones(2), torch.arange(2), torch.arange(2)
-    draft = (torch.randn(2, 3, 7).half(), torch.ones(2)) if dense else (None, None)
+    draft = {
+        None: (None, None, None, None),
+        "dense": (torch.randn(2, 3, 7).half(), None, None, torch.ones(2)),
+        "pool": (torch.randn(2, 3, 2), torch.tensor([0, 3]).expand(2, 3, 2).int(), None, None),
+        "scalar": (None, None, torch.zeros(2, 3), None),
+    }[q]
+    filters = torch.tensor([2, 0]).int(), torch.full((2,), 0.9), torch.full((2,), 0.1)
+    integers = dict(dtype=torch.int32)
+    edits = [None] * 7
+    if edited:
+        edits = [torch.randn(2, 7), *torch.ones(3, 2), torch.ones(2, 1, **integers)]
+        allowed = torch.full((8, 1) if ragged else (2, 4, 1), 7, **integers)
+        edits += [torch.ones(2, 7, **integers), allowed]
     out = [torch.zeros(2, 4, dtype=torch.int64), *torch.zeros(2, 2, dtype=torch.int32)]
     out += [torch.zeros(2, 4), torch.zeros(2, dtype=torch.uint8)]
+    out += [torch.zeros(2, 4, top, **integers), torch.zeros(2, 4, top)] if top else [None, None]
     return (
         target.flatten(0, 1) if ragged else target,
         torch.zeros(2, 3, dtype=torch.int64),
+        1 if sampled else 0,
+        torch.tensor([1, 4], dtype=torch.uint8) if q == "dense" else None,
         *(request if sampled else (None, None, None)),
         *draft,
+        *(filters if edited and sampled else (None, None, None)),
+        0,
+        *edits,
+        7,
+        torch.tensor([2], dtype=torch.int32) if edited else None,
+        None,
         torch.tensor([0, 3, 7], dtype=torch.int32) if ragged else None,
         *out,
-        torch.zeros(100, dtype=torch.int64),
+        torch.zeros(200, dtype=torch.int64),
     )
+
+
+def row_stats(full):
+    rows = torch.randn(3, 2, 9)[:, 0]  # strided
+    out = [torch.zeros(3), torch.zeros(3).long(), torch.zeros(3), torch.zeros(3).byte()]
+    out += [torch.zeros(3, 5).long(), torch.zeros(3, 2).int(), torch.zeros(3, 2)]
+    if not full:
+        out[2] = out[5] = out[6] = None
+    tokens, temperature = torch.arange(3), torch.ones(3)
+    inputs = (tokens, temperature) if full else (None, None)
+    return (rows, *inputs, 0, 9, *out, torch.zeros(100, dtype=torch.int64))
+
+
+def combine_row_stats(full):
+    out = [torch.zeros(3), torch.zeros(3).long(), torch.zeros(3), torch.zeros(3).byte()]
+    if not full:
+        out[2] = None
+    inputs = (torch.arange(3), torch.ones(3)) if full else (None, None)
+    return (torch.zeros(2, 3, 5).long(), *inputs, 9, *out)
 
 
 # op -> argument tuples of its OpOverload; an op with several forms lists one of each
@@ -164,11 +205,15 @@ SAMPLES = {
     "project_hidden": [(torch.randn(2, 3, 8), torch.randn(5, 12), torch.zeros(2, 3, 5))],
     "shortlist": [shortlist(torch.bfloat16, 1, False), shortlist(torch.float32, 3, True)],
     "vocab_winners": [vocab_winners(torch.bfloat16, i) for i in (False, True)],
+    "row_stats": [row_stats(False), row_stats(True)],
+    "combine_row_stats": [combine_row_stats(False), combine_row_stats(True)],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [
-        verify_chain(False, False, False),
-        verify_chain(True, False, True),
-        verify_chain(True, True, False),
+        verify_chain(False, None, False),
+        verify_chain(True, None, True),
+        verify_chain(True, "dense", False),
+        verify_chain(True, "pool", False, edited=True, top=2),
+        verify_chain(True, "scalar", True, edited=True),
     ],
 }
 CASES = [(name, i) for name, samples in SAMPLES.items() for i in range(len(samples))]

@@ -206,7 +206,11 @@ BAD = [
         ValueError,
         r"cu_rows: got shape \[2\], expected \[3\]",
     ),
-    (dict(rule="typical"), ValueError, "rule: got 'typical', expected 'greedy' or 'token'"),
+    (
+        dict(rule="typical"),
+        ValueError,
+        "rule: got 'typical', expected one of greedy, token, onehot",
+    ),
     (dict(rule="greedy"), ValueError, "temperature: got a value, expected None with rule='greedy'"),
     (NONE | dict(rule="greedy", seed=torch.zeros(2)), ValueError, "seed: got a value, expected No"),
     (dict(out=torch.zeros(2)), TypeError, "out: got Tensor, expected a VerifyResult"),

@@ -90,7 +90,7 @@ def make_operands(vocab, batch, accepted, data, q, filters, sampled, seed, devic
         "counts": counts,
         "greedy": not sampled,
         "out": out,
-        "workspace": verify_chain_workspace(batch, DRAFTS, dense=q == "dense", device=device),
+        "workspace": verify_chain_workspace(batch, DRAFTS, vocab, dense=q == "dense", device=device),
     }
 
 

@@ -45,25 +45,30 @@ DOMINO_HD float fma_rn(float a, float b, float c) {
 
 constexpr float kLog2e = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
-constexpr float kMinExp2 = -100.0f;  // 2^s below this is taken as zero
 
-// 2^s for s <= 0, zero below kMinExp2 and for NaN. Exactly 1 at 0.
-DOMINO_HD float exp2_nonpositive(float s) {
-  const float clamped = s >= kMinExp2 ? s : kMinExp2;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const float shifted = add_rn(clamped, magic);
-  const float f = add_rn(clamped, -add_rn(shifted, -magic));
-  float poly = 1.53458124e-4f;  // minimax of 2^f on [-1/2, 1/2], relative error 1.9e-9
-  poly = fma_rn(poly, f, 1.33999309e-3f);
-  poly = fma_rn(poly, f, 9.61848907e-3f);
-  poly = fma_rn(poly, f, 5.55032864e-2f);
-  poly = fma_rn(poly, f, 2.40226462e-1f);
-  poly = fma_rn(poly, f, 6.93147182e-1f);
+// 1.5 * 2^23: adding it to a number below 2^22 rounds that to an integer in the low bits.
+constexpr float kRoundMagic = 12582912.0f;
+
+// rint(a * b) for |a * b| < 2^22, from the exact product.
+DOMINO_HD int32_t round_product(float a, float b) {
+  return detail::bit_cast<int32_t>(fma_rn(a, b, kRoundMagic)) - 0x4b400000;
+}
+
+// 2^(z * scale - e) for e = kRoundMagic - shift an even integer below 2^22 in size and
+// z * scale - e in [-126, 126]. The product is never rounded, and the fraction that the polynomial
+// sees does not depend on e: another e gives the same bits but for the power of two.
+DOMINO_HD float exp2_product(float z, float scale, float shift) {
+  const float shifted = fma_rn(z, scale, shift);
+  const float f = fma_rn(z, scale, -add_rn(shifted, -shift));
+  float poly = 1.32647272e-3f;  // minimax of 2^f on [-1/2, 1/2], relative error 9.2e-8
+  poly = fma_rn(poly, f, 9.67151269e-3f);
+  poly = fma_rn(poly, f, 5.55073374e-2f);
+  poly = fma_rn(poly, f, 2.40222421e-1f);
+  poly = fma_rn(poly, f, 6.93146978e-1f);
   poly = fma_rn(poly, f, 1.0f);
   // The low bits of `shifted` are the integer; 2^23 times it moves the exponent.
-  const uint32_t exponent = detail::bit_cast<uint32_t>(shifted) << 23;
-  const float power = detail::bit_cast<float>(detail::bit_cast<uint32_t>(poly) + exponent);
-  return s >= kMinExp2 ? power : 0.0f;
+  return detail::bit_cast<float>(detail::bit_cast<uint32_t>(poly) +
+                                 (detail::bit_cast<uint32_t>(shifted) << 23));
 }
 
 // log(2^e * (1 + f)) for f in [sqrt(1/2) - 1, sqrt(2) - 1]; relative accuracy also near zero.

@@ -77,6 +77,13 @@ __device__ __forceinline__ void previous_launch_done() {
 #endif
 }
 
+// Lets the next launch, if it may overlap, start its blocks as soon as there is room for them.
+__device__ __forceinline__ void allow_next_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <class T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;

@@ -3,9 +3,16 @@
 //
 //   greedy (temperature 0)  accept draft x if x == argmax p; otherwise emit the argmax
 //   token, one-hot draft    accept with probability p(x); otherwise draw from p without x
-//   token, dense q          accept if u q(x) <= p(x) (Leviathan et al. 2211.17192); otherwise draw
+//   token, q                accept if u q(x) <= p(x) (Leviathan et al. 2211.17192); otherwise draw
 //                           from relu(p - q)
+//   match, gumbel           draw y from p with the noise of the position; accept x if x == y;
+//                           otherwise emit y
+//   block                   block_walk.h
 //   last row, or no draft   draw from p
+//
+// p is the filtered law. Its normaliser costs a search (filter.h), so a slot is first judged by
+// bounds: q(x) u at or below the unfiltered p(x) of a token that any filter keeps accepts, q(x) u
+// above p(x) over a lower bound of the kept mass rejects, and only what is left is undecided.
 //
 // What is not a law degrades to something that is lossless for any draft, never to a guess:
 //   draft -1 (pad) or outside the vocabulary   the chain ends here: draw from p
@@ -15,102 +22,108 @@
 // Only slots that the walk reaches set status bits.
 #pragma once
 
-#include "common/philox.cuh"
-#include "verify/row_law.h"
-#include "verify/verify_chain.h"
+#include "verify/chain_request.h"
 
 namespace domino {
 
-enum class Outcome : int { kAccept, kArgmax, kDraw, kResidual, kFail };
+enum class Outcome : int {
+  kAccept,
+  kArgmax,
+  kDraw,
+  kResidual,
+  kFail,
+  kUndecided,  // a filter's cut has to be found
+  kPosition    // match and gumbel: the position's draw decides
+};
 
 struct Slot {
   Outcome outcome;
   uint32_t status;
-  int64_t exclude;  // kResidual of a one-hot draft: the rejected token, otherwise -1
+  bool one_hot;  // q is, or is taken to be, all on the draft
+  float q;       // of the draft
 };
 
-// Everything of request b but its row statistics.
-struct ChainRequest {
-  const VerifyChainParams& p;
-  int64_t b;
-  int64_t first_row = 0;
-  int rows = 0;         // 0: inactive or unusable
-  uint32_t faults = 0;  // kBadRows, kBadParameter
-  bool greedy = true;
-  bool dense = false;
-  float temperature = 0.0f;
-  float draft_temperature = 0.0f;
+constexpr float kFilterMargin = 0x1p-18f;  // more than rounding can move a mass or a probability
 
-  DOMINO_HD ChainRequest(const VerifyChainParams& params, int64_t request) : p(params), b(request) {
-    int64_t count = p.drafts + 1;
-    if (p.cu_rows != nullptr) {
-      first_row = p.cu_rows[b];
-      count = static_cast<int64_t>(p.cu_rows[b + 1]) - first_row;
-      if (count == 0) return;
-      if (count < 0 || count > p.drafts + 1 || first_row < 0 || first_row + count > p.total_rows)
-        faults |= kBadRows;
+// What holds of a row's filter before its cut is known.
+struct FilterBounds {
+  bool active = false;
+  float kept_mass = 1.0f;    // a lower bound of the mass that is kept, over that of the row
+  float surely_kept = 0.0f;  // a token of a probability above this is kept ...
+  float lowest_exponent = -INFINITY;  // ... if its exponent is not below this
+
+  FilterBounds() = default;
+  // head_mass: mass of some tokens that top-k and min-p keep, over that of the row.
+  DOMINO_HD FilterBounds(const FilterParams& f, const RowLaw& law, int64_t vocab, float head_mass) {
+    active = f.any(vocab);
+    if (!active) return;
+    kept_mass = f.by_rank(vocab) || f.by_weight() ? head_mass : 1.0f;
+    if (f.by_mass()) {
+      const float share = f.top_p > 0.0f ? f.top_p : 0.0f;
+      kept_mass = mul_rn(kept_mass, share);
+      surely_kept = 1.0f - share;
     }
-    if (p.temperature != nullptr) {
-      temperature = p.temperature[b];
-      greedy = temperature == 0.0f;
-      if (!(temperature >= 0.0f && temperature <= FLT_MAX)) faults |= kBadParameter;
-      if (p.draft_logits != nullptr && !greedy) {
-        draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : temperature;
-        if (!(draft_temperature >= 0.0f && draft_temperature <= FLT_MAX)) faults |= kBadParameter;
-        dense = draft_temperature > 0.0f;
-      }
+    if (f.by_rank(vocab)) {
+      const float rank = 1.0f / static_cast<float>(f.top_k);
+      surely_kept = surely_kept > rank ? surely_kept : rank;
     }
-    rows = faults != 0 ? 0 : static_cast<int>(count);
+    if (f.by_weight()) lowest_exponent = f.lowest_exponent(law);
+    kept_mass = mul_rn(kept_mass, 1.0f - kFilterMargin);
+    surely_kept = mul_rn(surely_kept, 1.0f + kFilterMargin);
   }
-
-  DOMINO_HD int64_t draft_token(int i) const {
-    return p.draft_tokens[b * p.draft_tokens_stride + i];
-  }
-
-  DOMINO_HD LogitRow target_row(int i) const {
-    const int64_t offset = p.cu_rows != nullptr
-                               ? (first_row + i) * p.target_row_stride
-                               : b * p.target_batch_stride + i * p.target_row_stride;
-    return LogitRow{p.target_logits, p.target_dtype}.plus(offset);
-  }
-
-  DOMINO_HD LogitRow draft_row(int i) const {
-    return LogitRow{p.draft_logits, p.draft_dtype}.plus(b * p.draft_batch_stride +
-                                                        i * p.draft_row_stride);
-  }
-
-  DOMINO_HD BlockNoise noise() const { return {p.seed[b], p.block_start[b]}; }
 };
 
-// `stats` has target(i) and draft(i), the RowStats of slot i.
-template <class Stats>
-DOMINO_HD Slot decide_slot(const ChainRequest& r, int i, Stats& stats) {
-  const RowStats target = stats.target(i);
-  if (target.faults != 0) return {Outcome::kFail, target.faults, -1};
-  const Outcome stop = r.greedy ? Outcome::kArgmax : Outcome::kDraw;
-  if (i == r.rows - 1) return {stop, 0, -1};
-  const int64_t x = r.draft_token(i);
-  if (x < 0 || x >= r.p.vocab) return {stop, x == -1 ? 0u : kBadId, -1};
-  if (r.greedy) return {x == target.argmax ? Outcome::kAccept : stop, 0, -1};
-
-  const float p = RowLaw(target, r.temperature).probability(r.target_row(i).at(x));
-  float q = 1.0f;
-  uint32_t status = 0;
-  bool dense = r.dense;
-  if (dense) {
-    const RowStats draft = stats.draft(i);
-    q = draft.faults != 0 ? 0.0f
-                          : RowLaw(draft, r.draft_temperature).probability(r.draft_row(i).at(x));
-    if (q == 0.0f) {
-      dense = false;
-      q = 1.0f;
-      status = kBadDraftLaw;
-    }
-  }
-  const float u = uniform(r.noise().words(kVerifyCoin, i, 0).word[0]);
+// Draft x of slot i is in the vocabulary: does its coin accept it? `logit` is its edited logit.
+DOMINO_HD Outcome token_outcome(const RowLaw& p, const FilterBounds& bounds, float logit, float q,
+                                float u) {
+  const float probability = p.probability(logit), share = mul_rn(u, q);
   // u * q can underflow to 0 <= 0: a token without mass is never accepted
-  if (p > 0.0f && mul_rn(u, q) <= p) return {Outcome::kAccept, status, -1};
-  return {Outcome::kResidual, status, dense ? -1 : x};
+  if (!bounds.active)
+    return probability > 0.0f && share <= probability ? Outcome::kAccept : Outcome::kResidual;
+  if (probability == 0.0f) return Outcome::kResidual;
+  if (mul_rn(share, bounds.kept_mass) > mul_rn(probability, 1.0f + kFilterMargin))
+    return Outcome::kResidual;
+  const bool kept = probability > bounds.surely_kept && p.exponent(logit) >= bounds.lowest_exponent;
+  if (kept && share <= mul_rn(probability, 1.0f - kFilterMargin)) return Outcome::kAccept;
+  return Outcome::kUndecided;
+}
+
+// The same once the cut is known: what the bounds say, and what they leave open.
+DOMINO_HD Outcome filtered_outcome(const RowLaw& p, const RowFilter& filter, float logit, int64_t x,
+                                   float q, float u) {
+  const float probability = filter.probability(p, logit);
+  return filter.keeps(logit, x) && probability > 0.0f && mul_rn(u, q) <= probability
+             ? Outcome::kAccept
+             : Outcome::kResidual;
+}
+
+DOMINO_HD float verify_coin(const ChainRequest& r, int i) {
+  return uniform(r.noise().words(kVerifyCoin, i, 0).word[0]);
+}
+
+// q(x) from a draft row's law and the draft's logit in it, or from a scalar; 0 where it is no law.
+DOMINO_HD float draft_mass(const RowStats& draft, float temperature, float logit) {
+  return draft.faults != 0 ? 0.0f : RowLaw(draft, temperature).probability(logit);
+}
+DOMINO_HD float scalar_mass(float logprob) {
+  if (!(logprob <= 0.0f && logprob >= -69.0f)) return 0.0f;
+  return exp2_product(logprob, kLog2e, kRoundMagic);
+}
+
+// Slot i, whose row is usable and whose draft x is in the vocabulary or -1 (none).
+//   logit, q: of x; q < 0 where the request has no q
+DOMINO_HD Slot decide_slot(const ChainRequest& r, int i, const RowStats& target, int64_t x,
+                           float logit, float q, const FilterBounds& bounds) {
+  if (r.greedy()) return {x == target.argmax ? Outcome::kAccept : Outcome::kArgmax, 0, true, 1.0f};
+  if (r.rule == VerifyRule::kMatch || r.rule == VerifyRule::kGumbel)
+    return {Outcome::kPosition, 0, true, 1.0f};
+  if (x < 0) return {Outcome::kDraw, 0, true, 1.0f};
+  const bool one_hot = !(q > 0.0f);
+  const uint32_t status = q == 0.0f ? kBadDraftLaw : 0u;
+  const float mass = one_hot ? 1.0f : q;
+  if (r.p.residual_slot != nullptr) return {Outcome::kResidual, status, one_hot, mass};
+  const RowLaw law(target, r.temperature);
+  return {token_outcome(law, bounds, logit, mass, verify_coin(r, i)), status, one_hot, mass};
 }
 
 // The race for the token of the slot where the walk stopped: least E / weight, ties to the lowest
@@ -129,60 +142,19 @@ DOMINO_HD uint64_t race_key(float weight, uint32_t word, int64_t token) {
   return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(token);
 }
 
-struct Draw {
-  LogitRow target, draft;
-  RowLaw p, q;
+// Whose words decide a race.
+struct RaceNoise {
   BlockNoise noise;
   Purpose purpose;
   int i;
-  bool dense;
-  int64_t exclude;
 
-  template <class Stats>
-  DOMINO_HD Draw(const ChainRequest& r, int slot, Outcome outcome, int64_t without, Stats& stats)
-      : target(r.target_row(slot)),
-        draft(target),
-        p(stats.target(slot), r.temperature),
-        q(p),
-        noise(r.noise()),
-        purpose(outcome == Outcome::kResidual ? kResidualDraw : kBonusDraw),
-        i(slot),
-        dense(outcome == Outcome::kResidual && without < 0),
-        exclude(without) {
-    if (dense) {
-      draft = r.draft_row(slot);
-      q = RowLaw(stats.draft(slot), r.draft_temperature);
-    }
-  }
-
-  DOMINO_HD float weight(int64_t token) const {
-    if (!dense) return token == exclude ? 0.0f : p.weight(target.at(token));
-    return add_rn(p.probability(target.at(token)), -q.probability(draft.at(token)));
-  }
-
-  // The best key among tokens 4 * group .. 4 * group + 3 below `vocab`.
-  DOMINO_HD uint64_t group_key(int64_t group, int64_t vocab) const {
-    const NoiseWords words = noise.words(purpose, i, static_cast<uint32_t>(group));
-    uint64_t best = kNoWinner;
-    for (int lane = 0; lane < 4; ++lane) {
-      const int64_t token = 4 * group + lane;
-      if (token >= vocab) break;
-      const uint64_t key = race_key(weight(token), words.word[lane], token);
-      best = key < best ? key : best;
-    }
-    return best;
-  }
+  DOMINO_HD NoiseWords words(uint32_t group) const { return noise.words(purpose, i, group); }
 };
 
-// Writes slot i of the output, given where the walk stopped and the token found there (-1: none).
-template <class Stats>
-DOMINO_HD void emit_slot(const ChainRequest& r, int i, int stop, int64_t last, Stats& stats) {
-  const int64_t token = i < stop ? r.draft_token(i) : i == stop ? last : -1;
-  float logprob = 0.0f;
-  if (token >= 0)
-    logprob = RowLaw(stats.target(i), r.temperature).log_probability(r.target_row(i).at(token));
-  r.p.tokens[r.b * (r.p.drafts + 1) + i] = token;
-  r.p.chosen_logprob[r.b * (r.p.drafts + 1) + i] = logprob;
+DOMINO_HD RaceNoise race_noise(const ChainRequest& r, int i, Outcome outcome) {
+  if (outcome == Outcome::kPosition) return {r.position_noise(i), kPositionDraw, 0};
+  const Purpose purpose = outcome == Outcome::kResidual ? kResidualDraw : kBonusDraw;
+  return {r.noise(), purpose, r.first_slot + i};
 }
 
 DOMINO_HD void emit_counts(const ChainRequest& r, int stop, int64_t last, uint32_t status) {

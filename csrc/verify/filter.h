@@ -2,7 +2,7 @@
 //
 // With tokens ordered by logit, greatest first, ties by id, every filter keeps a prefix:
 //   top-k  the k-th greatest logit and all that tie with it
-//   min-p  weights of at least min_p (the greatest logit weighs 1)
+//   min-p  weights of at least min_p times that of the greatest logit
 //   top-p  tokens before which less than top_p of `base` lies; base is the mass of
 //            transformers  the top-k tokens                  (temperature, top-k, top-p, min-p)
 //            vllm          the tokens of both top-k and min-p    (min-p, top-k, top-p)
@@ -26,6 +26,12 @@ struct FilterParams {
   DOMINO_HD bool by_rank(int64_t vocab) const { return top_k > 0 && top_k < vocab; }
   DOMINO_HD bool by_mass() const { return top_p < 1.0f; }
   DOMINO_HD bool by_weight() const { return min_p > 0.0f; }
+  // Of the tokens that min-p keeps, as RowLaw::exponent.
+  DOMINO_HD float lowest_exponent(const RowLaw& law) const {
+    if (!by_weight()) return -INFINITY;
+    const float share = min_p < 1.0f ? min_p : 1.0f;
+    return fma_rn(log_positive(share), kLog2e, law.exponent(law.top));
+  }
   DOMINO_HD bool any(int64_t vocab) const { return by_rank(vocab) || by_mass() || by_weight(); }
 };
 
@@ -45,6 +51,9 @@ struct RowFilter {
   int32_t cut_id = INT32_MAX;
   uint64_t mass = 0;
 
+  DOMINO_HD float probability(const RowLaw& law, float logit) const {
+    return mul_rn(law.weight(logit), div_rn(kFixedOne, static_cast<float>(mass)));
+  }
   DOMINO_HD bool keeps(float logit, int64_t token) const {
     return logit > cut_logit || (logit == cut_logit && token <= cut_id);
   }

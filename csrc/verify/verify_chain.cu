@@ -1,29 +1,45 @@
-#include <algorithm>
-
-#include "verify/verify_chain.cuh"
+#include "verify/verify_block.cuh"
+#include "verify/verify_greedy.cuh"
+#include "verify/verify_launch.cuh"
 
 namespace domino {
+
+namespace {
+
+static_assert(kChunk == 1024 && sizeof(ChunkStats) == 16 && sizeof(JudgedRow) == 64 &&
+              sizeof(RowFilter) == 16);  // verify_chain_workspace() counts on it
+
+// May a request of the batch go by this rule?
+bool may_be(const VerifyChainParams& p, VerifyRule rule) {
+  return p.temperature != nullptr && (p.rules != nullptr || p.rule == rule);
+}
+
+}  // namespace
 
 int verify_chain_cuda(const VerifyChainParams& p, void* stream) {
   if (p.vocab < 1 || p.vocab > kMaxVocab) return kBadArgument;
   if (p.batch == 0) return kOk;
-  const int64_t rows = p.batch * (p.drafts + 1 + (p.draft_logits != nullptr ? p.drafts : 0));
-  const int64_t splits = ceil_div(p.vocab, kWalkTokens);
-  if (rows > INT32_MAX || p.batch * splits > INT32_MAX) return kBadArgument;
+  const bool argmax_only =
+      p.temperature == nullptr && p.chosen_logprob == nullptr && p.top_logprobs == 0;
+  if (const int status = launch_rows(p, argmax_only, stream); status != kOk) return status;
+  if (argmax_only)
+    return launch_behind(verify_greedy_kernel, p, p.batch, false, kGreedyWarps * kWarpSize, stream);
 
-  // about one 16-byte load of bf16 a thread for a small vocabulary, many for a large one
-  const int64_t row_threads = ceil_div<int64_t>(p.vocab, 8 * kWarpSize) * kWarpSize;
-  verify_rows_kernel<<<static_cast<unsigned>(rows),
-                       static_cast<unsigned>(std::min<int64_t>(row_threads, kRowThreads)), 0,
-                       as_stream(stream)>>>(p);
-  if (const int status = launched(); status != kOk) return status;
-
-  const int64_t most = std::max(p.drafts + 1, ceil_div<int64_t>(p.vocab, 4));
-  const int64_t walk_threads = ceil_div<int64_t>(most, kWarpSize) * kWarpSize;
-  verify_walk_kernel<<<static_cast<unsigned>(p.batch * splits),
-                       static_cast<unsigned>(std::min<int64_t>(walk_threads, kWalkThreads)), 0,
-                       as_stream(stream)>>>(p, static_cast<int>(splits));
-  return launched();
+  const int64_t rows = p.batch * (p.drafts + 1);
+  if (may_be(p, VerifyRule::kBlock) && (p.draft_logits != nullptr || p.draft_logprob != nullptr)) {
+    const int laws = launch_behind(block_laws_kernel, p, rows, true, kWalkThreads, stream);
+    if (laws != kOk) return laws;
+    const int walk = launch_behind(block_walk_kernel, p, rows, true, kWalkThreads, stream);
+    if (walk != kOk) return walk;
+  }
+  const bool by_row = may_be(p, VerifyRule::kMatch) || may_be(p, VerifyRule::kGumbel);
+  const int walk = dispatch_rows(p, !has_edits(p), [&](auto* tag) {
+    using T = std::remove_pointer_t<decltype(tag)>;
+    return launch_behind(verify_walk_kernel<T>, p, by_row ? rows : p.batch, true, kWalkThreads,
+                         stream, by_row);
+  });
+  if (walk != kOk || p.top_logprobs == 0) return walk;
+  return launch_row_head(p, stream);
 }
 
 }  // namespace domino

@@ -1,7 +1,12 @@
 #include <algorithm>
+#include <memory>
+#include <numeric>
+#include <utility>
 #include <vector>
 
+#include "verify/block_walk.h"
 #include "verify/chain_walk.h"
+#include "verify/row_stats.h"
 
 // The loops over tokens are worth a second compilation with AVX2 and FMA; the bits are the same in
 // both.
@@ -16,37 +21,8 @@ namespace domino {
 namespace {
 
 constexpr int kTile = 1024;
-constexpr int kLanes = 16;
 
-// Greatest logit of a tile, NaN left out. Lanes, because a float maximum is not reassociated.
-DOMINO_CLONES float tile_top(const float* logits, int count, bool* non_finite) {
-  float top[kLanes];
-  std::fill_n(top, kLanes, -INFINITY);
-  int bad = 0;
-  for (int first = 0; first < count; first += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float z = logits[first + lane];
-      top[lane] = z > top[lane] ? z : top[lane];
-      bad |= !(z < INFINITY);
-    }
-  }
-  *non_finite |= bad != 0;
-  return *std::max_element(top, top + kLanes);
-}
-
-// Sum of to_fixed(weight). Upper and lower 20 bits apart: a tile of either fits 32 bits.
-DOMINO_CLONES uint64_t tile_sum(const float* logits, int count, float top, float scale) {
-  int32_t high = 0, low = 0;
-  for (int j = 0; j < count; ++j) {
-    const float scaled = token_weight(logits[j], top, scale) * 0x1p20f;
-    const int32_t whole = static_cast<int32_t>(scaled);
-    high += whole;
-    low += static_cast<int32_t>((scaled - static_cast<float>(whole)) * 0x1p20f);
-  }
-  return (static_cast<uint64_t>(high) << 20) + static_cast<uint64_t>(low);
-}
-
-// Copies logits [first, first + count) as fp32, padded with -inf to whole lanes.
+// Copies logits [first, first + count) as fp32.
 int load_tile(const LogitRow& row, int64_t first, int64_t vocab, float* tile) {
   const int count = static_cast<int>(std::min<int64_t>(kTile, vocab - first));
   dispatch_dtype(row.dtype, [&](auto tag) {
@@ -54,59 +30,175 @@ int load_tile(const LogitRow& row, int64_t first, int64_t vocab, float* tile) {
     for (int j = 0; j < count; ++j) tile[j] = to_float(data[j]);
     return kOk;
   });
-  const int padded = (count + kLanes - 1) / kLanes * kLanes;
-  std::fill(tile + count, tile + padded, -INFINITY);
-  return padded;
+  return count;
 }
 
-RowStats row_stats(const LogitRow& row, int64_t vocab, float scale) {
-  float tile[kTile];
-  bool non_finite = false;
-  RowStats stats{0, -INFINITY, 0, 0, 0};
-  for (int64_t first = 0; first < vocab; first += kTile) {
-    const int count = load_tile(row, first, vocab, tile);
-    const float top = tile_top(tile, count, &non_finite);
-    if (top > stats.top) {
-      stats.top = top;
-      stats.argmax = static_cast<int32_t>(first + (std::find(tile, tile + count, top) - tile));
+// The tokens that the filters leave, and their mass (filter.h). Only tokens down to some octaves
+// below the greatest weight are sorted, more where these do not settle it: in a peaked row the
+// first step takes a handful.
+RowFilter find_cut(const LogitRow& row, int64_t vocab, const RowStats& stats, const RowLaw& law,
+                   const FilterParams& f) {
+  const float lowest = f.lowest_exponent(law);
+  const bool ranked = f.by_rank(vocab);
+  std::vector<std::pair<float, int32_t>> tokens;
+  const auto likelier = [](const auto& a, const auto& b) {
+    return a.first > b.first || (a.first == b.first && a.second < b.second);
+  };
+  for (float octaves = 8.0f;; octaves *= 4.0f) {
+    const bool all = octaves > 100.0f;
+    const float floor = all ? -FLT_MAX : law.exponent(stats.top) - octaves;
+    float tile[kTile];
+    tokens.clear();
+    for (int64_t first = 0; first < vocab; first += kTile) {
+      const int count = load_tile(row, first, vocab, tile);
+      for (int j = 0; j < count; ++j)
+        if (law.exponent(tile[j]) >= floor && law.weight(tile[j]) > 0.0f)
+          tokens.emplace_back(tile[j], static_cast<int32_t>(first + j));
     }
+    const size_t k = ranked ? static_cast<size_t>(f.top_k) : tokens.size();
+    if (tokens.size() < k && !all) continue;
+    std::sort(tokens.begin(), tokens.end(), likelier);
+
+    size_t top_k = std::min(k, tokens.size()), min_p = 0;
+    while (top_k < tokens.size() && tokens[top_k].first == tokens[top_k - 1].first) ++top_k;
+    while (min_p < tokens.size() && law.exponent(tokens[min_p].first) >= lowest) ++min_p;
+    const size_t kept = std::min(top_k, min_p);
+    const auto mass_of = [&](size_t count) {
+      uint64_t mass = 0;
+      for (size_t n = 0; n < count; ++n) mass += to_fixed(law.weight(tokens[n].first));
+      return mass;
+    };
+    // are the tokens that top-k and min-p keep all above the floor?
+    const bool complete = all || ranked || min_p < tokens.size();
+    const bool by_both = f.order == FilterOrder::kVllm && (ranked || f.by_weight());
+    if (!complete && (by_both || !f.by_mass())) continue;
+    uint64_t base = stats.sum;
+    if (by_both) base = mass_of(kept);
+    if (f.order == FilterOrder::kTransformers && ranked) base = mass_of(top_k);
+
+    const uint64_t cut = nucleus_cut(base, f.top_p);
+    RowFilter out;
+    size_t count = 0;
+    while (count < kept && out.mass < cut) out.mass += to_fixed(law.weight(tokens[count++].first));
+    if (out.mass < cut && !complete) continue;
+    out.cut_logit = tokens[count - 1].first;
+    out.cut_id = tokens[count - 1].second;
+    return out;
   }
-  stats.faults = row_faults(non_finite, stats.top);
-  if (stats.faults != 0) return stats;
-  for (int64_t first = 0; first < vocab; first += kTile) {
-    const int count = load_tile(row, first, vocab, tile);
-    stats.sum += tile_sum(tile, count, stats.top, scale);
-  }
-  return stats;
 }
 
-// Rows are read when the walk asks for them; each is asked for more than once.
-class LazyStats {
- public:
-  explicit LazyStats(const ChainRequest& request) : r_(request) {}
+// A target row as the walk sees it: edited, with its law and what the filters leave.
+struct TargetRow {
+  std::vector<float> edited;
+  LogitRow logits;
+  RowStats stats;
+  RowLaw law;
+  bool filtered;
+  RowFilter filter;
 
-  const RowStats& target(int i) {
-    while (static_cast<int>(target_.size()) <= i) {
-      const int row = static_cast<int>(target_.size());
-      target_.push_back(row_stats(r_.target_row(row), r_.p.vocab, law_scale(r_.temperature)));
-    }
-    return target_[i];
+  TargetRow(const ChainRequest& r, int i)
+      : edited(edit(r, i)),
+        logits(edited.empty() ? r.target_row(i) : LogitRow{edited.data(), DType::kF32}),
+        stats(row_stats_cpu(logits, r.p.vocab, law_scale(r.temperature))),
+        law(stats, r.temperature),
+        filtered(stats.faults == 0 && r.filters().any(r.p.vocab)) {
+    if (filtered) filter = find_cut(logits, r.p.vocab, stats, law, r.filters());
   }
 
-  const RowStats& draft(int i) {
-    while (static_cast<int>(draft_.size()) <= i) {
-      const int row = static_cast<int>(draft_.size());
-      draft_.push_back(row_stats(r_.draft_row(row), r_.p.vocab, law_scale(r_.draft_temperature)));
-    }
-    return draft_[i];
+  uint64_t mass() const { return filtered ? filter.mass : stats.sum; }
+  bool keeps(float logit, int64_t token) const { return !filtered || filter.keeps(logit, token); }
+  // One over the mass, so that p = weight * inverse.
+  float inverse() const {
+    return filtered ? div_rn(kFixedOne, static_cast<float>(filter.mass)) : law.inverse_sum;
+  }
+  float probability(int64_t token) const {
+    const float logit = logits.at(token);
+    return keeps(logit, token) ? mul_rn(law.weight(logit), inverse()) : 0.0f;
   }
 
  private:
-  const ChainRequest& r_;
-  std::vector<RowStats> target_, draft_;
+  static std::vector<float> edit(const ChainRequest& r, int i) {
+    const RowEdits edits = r.edits(i);
+    std::vector<float> out;
+    if (!edits.any) return out;
+    const LogitRow row = r.target_row(i);
+    out.resize(static_cast<size_t>(r.p.vocab));
+    for (int64_t x = 0; x < r.p.vocab; ++x) out[static_cast<size_t>(x)] = edits.apply(row.at(x), x);
+    return out;
+  }
 };
 
-// race_key of each token of a tile but for its id: weights and words give orders, the least wins.
+// The law that draft i was sampled from.
+struct DraftRow {
+  DraftLaw kind;
+  LogitRow logits;
+  const int32_t* ids;
+  int64_t count;  // of logits: the vocabulary, or the pool
+  RowStats stats;
+
+  DraftRow(const ChainRequest& r, int i)
+      : kind(r.q),
+        logits(r.draft_row(i)),
+        ids(kind == DraftLaw::kPool ? r.draft_ids(i) : nullptr),
+        count(kind == DraftLaw::kPool ? r.p.pool : r.p.vocab) {
+    const float scale = law_scale(r.draft_temperature);
+    stats = kind == DraftLaw::kPool ? pool_stats(r.p.vocab, scale)
+                                    : row_stats_cpu(logits, count, scale);
+  }
+
+  // q in all of the vocabulary.
+  std::vector<float> dense(int64_t vocab, float temperature) const {
+    std::vector<float> out(static_cast<size_t>(vocab), 0.0f);
+    const RowLaw law(stats, temperature);
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t x = ids != nullptr ? ids[n] : n;
+      if (x >= 0 && x < vocab) out[static_cast<size_t>(x)] = law.probability(logits.at(n));
+    }
+    return out;
+  }
+
+  // Of token x; 0 where it has none, or where the row is no law.
+  float mass(int64_t x, float temperature) const {
+    if (stats.faults != 0) return 0.0f;
+    int64_t at = x;
+    if (ids != nullptr) {
+      at = std::find(ids, ids + count, static_cast<int32_t>(x)) - ids;
+      if (at == count) return 0.0f;
+    }
+    return draft_mass(stats, temperature, logits.at(at));
+  }
+
+ private:
+  RowStats pool_stats(int64_t vocab, float scale) const {
+    RowStats out{0, -INFINITY, 0, 0, 0};
+    const auto used = [&](int64_t n) { return ids[n] >= 0 && ids[n] < vocab; };
+    for (int64_t n = 0; n < count; ++n) {
+      const float logit = logits.at(n);
+      if (!used(n)) continue;
+      if (!(logit < INFINITY)) out.faults = kNonFinite;
+      out.top = logit > out.top ? logit : out.top;
+    }
+    if (out.faults == 0) out.faults = row_faults(out.top);
+    if (out.faults != 0) return out;
+    const RowLaw law(out.top, static_cast<uint64_t>(kFixedOne), scale);
+    for (int64_t n = 0; n < count; ++n)
+      if (used(n)) out.sum += to_fixed(law.weight(logits.at(n)));
+    return out;
+  }
+};
+
+DOMINO_CLONES void tile_weights(const RowLaw& law, const float* logits, int count, float* weights) {
+  for (int j = 0; j < count; ++j) weights[j] = law.weight(logits[j]);
+}
+
+DOMINO_CLONES void tile_noise(const RaceNoise& noise, int64_t first, int count, uint32_t* words) {
+  for (int g = 0; 4 * g < count; ++g) {
+    const NoiseWords four = noise.words(static_cast<uint32_t>(first / 4 + g));
+    for (int lane = 0; lane < 4; ++lane) words[4 * g + lane] = four.word[lane];
+  }
+}
+
+// race_key of each token of a tile but for its id: the least order wins.
 DOMINO_CLONES uint32_t tile_race(const float* weights, const uint32_t* words, int count,
                                  uint32_t* orders) {
   uint32_t best = kNoOrder;
@@ -117,39 +209,27 @@ DOMINO_CLONES uint32_t tile_race(const float* weights, const uint32_t* words, in
   return best;
 }
 
-DOMINO_CLONES void tile_noise(const BlockNoise& noise, Purpose purpose, int i, int64_t first,
-                              int count, uint32_t* words) {
-  for (int g = 0; 4 * g < count; ++g) {
-    const NoiseWords four = noise.words(purpose, i, static_cast<uint32_t>(first / 4 + g));
-    for (int lane = 0; lane < 4; ++lane) words[4 * g + lane] = four.word[lane];
-  }
-}
-
-DOMINO_CLONES void tile_weights(const RowLaw& law, const float* logits, int count, float* weights) {
-  for (int j = 0; j < count; ++j) weights[j] = token_weight(logits[j], law.top, law.scale);
-}
-
-DOMINO_CLONES void tile_residual(const RowLaw& p, const RowLaw& q, const float* target,
-                                 const float* draft, int count, float* weights) {
-  for (int j = 0; j < count; ++j)
-    weights[j] = add_rn(p.probability(target[j]), -q.probability(draft[j]));
-}
-
-int64_t run_race(const Draw& draw, int64_t vocab) {
-  float target[kTile], draft[kTile], weights[kTile];
+// Races the tokens of p, or of relu(reach p - q) where there is a q; `without` does not take part.
+// Returns -1 where no token has weight.
+int64_t race(const TargetRow& row, int64_t vocab, const RaceNoise& noise, int64_t without,
+             const std::vector<float>& q = {}, float reach = 1.0f) {
+  float logits[kTile], weights[kTile];
   uint32_t words[kTile], orders[kTile], best = kNoOrder;
   int64_t winner = -1;
   for (int64_t first = 0; first < vocab; first += kTile) {
-    const int count = load_tile(draw.target, first, vocab, target);
-    if (draw.dense) {
-      load_tile(draw.draft, first, vocab, draft);
-      tile_residual(draw.p, draw.q, target, draft, count, weights);
-    } else {
-      tile_weights(draw.p, target, count, weights);
-      if (draw.exclude >= first && draw.exclude < first + count)
-        weights[draw.exclude - first] = 0.0f;
+    const int count = load_tile(row.logits, first, vocab, logits);
+    tile_weights(row.law, logits, count, weights);
+    if (row.filtered)
+      for (int j = 0; j < count; ++j)
+        if (!row.filter.keeps(logits[j], first + j)) weights[j] = 0.0f;
+    if (!q.empty()) {
+      const float inverse = row.inverse();
+      const float* q_tile = q.data() + first;
+      for (int j = 0; j < count; ++j)
+        weights[j] = block_rest(reach, mul_rn(weights[j], inverse), q_tile[j]);
     }
-    tile_noise(draw.noise, draw.purpose, draw.i, first, count, words);
+    if (without >= first && without < first + count) weights[without - first] = 0.0f;
+    tile_noise(noise, first, count, words);
     const uint32_t order = tile_race(weights, words, count, orders);
     if (order < best) {
       best = order;
@@ -159,31 +239,182 @@ int64_t run_race(const Draw& draw, int64_t vocab) {
   return winner;
 }
 
-void verify_request(const VerifyChainParams& p, int64_t b) {
-  const ChainRequest r(p, b);
-  LazyStats stats(r);
-  uint32_t status = r.faults;
+// One request: where its walk stops, the token that it finds there (-1: none), and the status.
+class Walk {
+ public:
   int stop = 0;
   int64_t last = -1;
-  if (r.rows > 0) {
-    Slot slot = decide_slot(r, 0, stats);
-    status |= slot.status;
-    while (slot.outcome == Outcome::kAccept) {
-      slot = decide_slot(r, ++stop, stats);
-      status |= slot.status;
-    }
-    if (slot.outcome == Outcome::kArgmax) {
-      last = stats.target(stop).argmax;
-    } else if (slot.outcome != Outcome::kFail) {
-      last = run_race(Draw(r, stop, slot.outcome, slot.exclude, stats), p.vocab);
-      if (last < 0) {
-        status |= kZeroResidual;
-        last = run_race(Draw(r, stop, Outcome::kDraw, -1, stats), p.vocab);
+  uint32_t status;
+
+  explicit Walk(const ChainRequest& request) : status(request.faults), r_(request) {
+    if (r_.rows == 0) return;
+    if (r_.rule == VerifyRule::kBlock && r_.q != DraftLaw::kOneHot)
+      by_block();
+    else
+      by_slot();
+  }
+
+  const TargetRow& target(int i) {
+    while (static_cast<int>(rows_.size()) <= i)
+      rows_.push_back(std::make_unique<TargetRow>(r_, static_cast<int>(rows_.size())));
+    return *rows_[static_cast<size_t>(i)];
+  }
+
+ private:
+  const ChainRequest& r_;
+  std::vector<std::unique_ptr<TargetRow>> rows_;
+
+  // The draft of slot i, -1 where the chain ends there; then `bad` says whether it should not.
+  int64_t draft(int i, uint32_t* bad) const {
+    const int64_t x = i < r_.rows - 1 ? r_.draft_token(i) : -1;
+    if (x >= 0 && x < r_.p.vocab) return x;
+    *bad |= x == -1 ? 0u : kBadId;
+    return -1;
+  }
+
+  // q(x) of slot i; negative where the request has no q.
+  float draft_probability(int i, int64_t x) const {
+    if (r_.q == DraftLaw::kOneHot) return -1.0f;
+    if (r_.q == DraftLaw::kScalar) return scalar_mass(r_.p.draft_logprob[r_.b * r_.p.drafts + i]);
+    return DraftRow(r_, i).mass(x, r_.draft_temperature);
+  }
+
+  void by_slot() {
+    for (;; ++stop) {
+      const TargetRow& row = target(stop);
+      if (row.stats.faults != 0) {
+        status |= row.stats.faults;
+        return;
       }
+      const int64_t x = draft(stop, &status);
+      const float logit = x >= 0 ? row.logits.at(x) : 0.0f;
+      const float q = x >= 0 && !r_.greedy() ? draft_probability(stop, x) : -1.0f;
+      const Slot slot = decide_slot(r_, stop, row.stats, x, logit, q, FilterBounds());
+      status |= slot.status;
+      Outcome outcome = slot.outcome;
+      if (row.filtered && r_.p.residual_slot == nullptr &&
+          (outcome == Outcome::kAccept || outcome == Outcome::kResidual))
+        outcome = filtered_outcome(row.law, row.filter, logit, x, slot.q, verify_coin(r_, stop));
+      if (outcome == Outcome::kPosition) {
+        last = race(row, r_.p.vocab, race_noise(r_, stop, outcome), -1);
+        if (last != x) return;
+        last = -1;
+        continue;
+      }
+      if (outcome == Outcome::kAccept) continue;
+      if (outcome == Outcome::kArgmax) last = row.stats.argmax;
+      if (outcome == Outcome::kDraw) draw();
+      if (outcome == Outcome::kResidual) replace(x, slot.one_hot, 1.0f);
+      return;
     }
   }
-  for (int i = 0; i <= p.drafts; ++i) emit_slot(r, i, stop, last, stats);
-  emit_counts(r, stop, last, status);
+
+  void by_block() {
+    std::vector<float> reach{1.0f}, threshold;
+    std::vector<uint32_t> found;
+    std::vector<bool> one_hot;
+    int n = 0;
+    for (;; ++n) {
+      const TargetRow& row = target(n);
+      found.push_back(row.stats.faults);
+      if (found.back() != 0) break;
+      const int64_t x = draft(n, &found.back());
+      if (x < 0) break;
+      const float q = draft_probability(n, x);
+      one_hot.push_back(!(q > 0.0f));
+      if (one_hot.back()) found.back() |= kBadDraftLaw;
+      threshold.push_back(
+          block_threshold(rest(row, n, x, one_hot.back(), reach.back()), reach.back()));
+      reach.push_back(next_reach(reach.back(), row.probability(x), one_hot.back() ? 1.0f : q));
+    }
+    threshold.push_back(reach.back());
+    for (stop = n; stop > 0; --stop)
+      if (verify_coin(r_, stop - 1) <= threshold[static_cast<size_t>(stop)]) break;
+    for (int i = 0; i <= stop; ++i) status |= found[static_cast<size_t>(i)];
+    if (stop < n)
+      replace(r_.draft_token(stop), one_hot[static_cast<size_t>(stop)],
+              reach[static_cast<size_t>(stop)]);
+    else if (target(n).stats.faults == 0)
+      draw();
+  }
+
+  // Sum of relu(reach p - q) over row i, in fixed point.
+  uint64_t rest(const TargetRow& row, int i, int64_t x, bool one_hot, float reach) const {
+    if (one_hot) return block_rest_outside(reach, inside(row, x), row.mass());
+    const DraftRow draft(r_, i);
+    const RowLaw q(draft.stats, r_.draft_temperature);
+    uint64_t sum = 0, covered = 0;
+    for (int64_t n = 0; n < draft.count; ++n) {
+      const int64_t token = draft.ids != nullptr ? draft.ids[n] : n;
+      if (token < 0 || token >= r_.p.vocab) continue;
+      sum += block_rest_fixed(reach, row.probability(token), q.probability(draft.logits.at(n)));
+      covered += inside(row, token);
+    }
+    if (draft.ids == nullptr) return sum;
+    return sum + block_rest_outside(reach, covered, row.mass());
+  }
+
+  static uint64_t inside(const TargetRow& row, int64_t token) {
+    const float logit = row.logits.at(token);
+    return row.keeps(logit, token) ? to_fixed(row.law.weight(logit)) : 0;
+  }
+
+  void draw() { last = race(target(stop), r_.p.vocab, race_noise(r_, stop, Outcome::kDraw), -1); }
+
+  void replace(int64_t x, bool one_hot, float reach) {
+    if (!one_hot && r_.q == DraftLaw::kScalar) {
+      status |= kNeedsResidual;
+      return;
+    }
+    const RaceNoise noise = race_noise(r_, stop, Outcome::kResidual);
+    std::vector<float> q;
+    if (!one_hot) q = DraftRow(r_, stop).dense(r_.p.vocab, r_.draft_temperature);
+    last = race(target(stop), r_.p.vocab, noise, one_hot ? x : -1, q, reach);
+    if (last < 0) {
+      status |= kZeroResidual;
+      draw();
+    }
+  }
+};
+
+// The likeliest tokens of a row, ties by id.
+void write_top(const VerifyChainParams& p, const TargetRow& row, int32_t* ids, float* logprobs) {
+  const int64_t count = std::min(p.top_logprobs, p.vocab);
+  std::vector<int32_t> order(static_cast<size_t>(p.vocab));
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int32_t a, int32_t b) {
+    const float x = row.logits.at(a), y = row.logits.at(b);
+    return x > y || (x == y && a < b);
+  });
+  for (int64_t n = 0; n < count; ++n) {
+    if (row.logits.at(order[static_cast<size_t>(n)]) == -INFINITY) break;
+    ids[n] = order[static_cast<size_t>(n)];
+    logprobs[n] = row.law.log_probability(row.logits.at(ids[n]));
+  }
+}
+
+void verify_request(const VerifyChainParams& p, int64_t b) {
+  const ChainRequest r(p, b);
+  Walk walk(r);
+  for (int i = 0; i <= p.drafts; ++i) {
+    const int64_t at = b * (p.drafts + 1) + i;
+    const int64_t token = i < walk.stop ? r.draft_token(i) : i == walk.stop ? walk.last : -1;
+    p.tokens[at] = token;
+    if (p.chosen_logprob != nullptr) {
+      p.chosen_logprob[at] = 0.0f;
+      if (token >= 0) {
+        const TargetRow& row = walk.target(i);
+        p.chosen_logprob[at] = row.law.log_probability(row.logits.at(token));
+      }
+    }
+    if (p.top_ids == nullptr) continue;
+    std::fill_n(p.top_ids + at * p.top_logprobs, p.top_logprobs, -1);
+    std::fill_n(p.top_logprob + at * p.top_logprobs, p.top_logprobs, 0.0f);
+    if (token >= 0)
+      write_top(p, walk.target(i), p.top_ids + at * p.top_logprobs,
+                p.top_logprob + at * p.top_logprobs);
+  }
+  emit_counts(r, walk.stop, walk.last, walk.status);
 }
 
 }  // namespace

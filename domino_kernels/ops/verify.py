@@ -1,6 +1,6 @@
 """Verification: which drafts of a block the target keeps, and the token that follows them."""
 
-from enum import IntFlag
+from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 import torch
@@ -11,13 +11,15 @@ from domino_kernels.torch_library import DTYPES, check_status, define, target
 
 _MAX_VOCAB = 1 << 23
 _NOISE_KINDS = {"words": 0, "uniform": 1, "exponential": 2}
+_FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+_ORDERS = {"transformers": 0, "vllm": 1, "joint": 2}
 
 
 class VerifyStatus(IntFlag):
     """Bits of `VerifyResult.status`. Only what the walk reached sets a bit.
 
-    The bits of FAILED end the request's output early: `num_emitted == num_accepted`. With the
-    others the emitted tokens still have the target's law.
+    The bits of FAILED, and NEEDS_RESIDUAL, end the request's output early: `num_emitted ==
+    num_accepted`. With the others the emitted tokens still have the target's law.
     """
 
     NON_FINITE = 1  # a target row with NaN or +inf
@@ -25,9 +27,25 @@ class VerifyStatus(IntFlag):
     BAD_ID = 4  # a draft id outside [0, V) other than the pad -1; the chain ends before it
     ZERO_RESIDUAL = 8  # nothing left of relu(p - q): drawn from p
     BAD_DRAFT_LAW = 16  # a draft row not finite or empty, or q(x) = 0: judged as a one-hot draft
-    BAD_PARAMETER = 32  # a temperature that is negative or not finite
+    BAD_PARAMETER = 32  # a temperature that is negative or not finite, an unknown rule
     BAD_ROWS = 64  # cu_rows: more than K + 1 rows, less than none, or rows that do not exist
+    NEEDS_RESIDUAL = 128  # draft_logprob: a draft was rejected; residual_sample draws the token
     FAILED = NON_FINITE | EMPTY_ROW | BAD_PARAMETER | BAD_ROWS
+
+
+class VerifyRule(IntEnum):
+    """Rules of verify_chain, for a tensor of rules; by name they are these in lower case."""
+
+    GREEDY = 0
+    TOKEN = 1
+    ONEHOT = 2
+    MATCH = 3
+    BLOCK = 4
+    GUMBEL = 5
+
+
+_RULES = {rule.name.lower(): int(rule) for rule in VerifyRule}
+_POSITION_RULES = VerifyRule.MATCH, VerifyRule.GUMBEL
 
 
 class VerifyResult(NamedTuple):
@@ -36,95 +54,171 @@ class VerifyResult(NamedTuple):
     tokens: torch.Tensor  # [B, K + 1] int64: the emitted tokens, then -1
     num_accepted: torch.Tensor  # [B] int32: drafts kept
     num_emitted: torch.Tensor  # [B] int32: num_accepted + 1, or num_accepted where FAILED
-    chosen_logprob: torch.Tensor  # [B, K + 1] float32: log p of each emitted token, then 0
+    chosen_logprob: torch.Tensor | None  # [B, K + 1] float32: log p of each emitted token, then 0
     status: torch.Tensor  # [B] uint8: bits of VerifyStatus
+    top_ids: torch.Tensor | None = None  # [B, K + 1, n] int32: likeliest tokens, -1 where none
+    top_logprob: torch.Tensor | None = None  # [B, K + 1, n] float32: their log p, then 0
 
 
 def _pointer(tensor):
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _stride(tensor, dim):
+    return 0 if tensor is None else tensor.stride(dim)
+
+
 def _launch_verify_chain(
     target_logits,
     draft_tokens,
+    rule,
+    rules,
     temperature,
     seed,
     block_start,
     draft_logits,
+    draft_ids,
+    draft_logprob,
     draft_temperature,
+    top_k,
+    top_p,
+    min_p,
+    filter_order,
+    logit_bias,
+    repetition_penalty,
+    presence_penalty,
+    frequency_penalty,
+    prompt_mask,
+    output_counts,
+    grammar_mask,
+    vocab,
+    num_active,
+    residual_slot,
     cu_rows,
     tokens,
     num_accepted,
     num_emitted,
     chosen_logprob,
     status,
+    top_ids,
+    top_logprob,
     workspace,
 ):
-    ragged, dense = cu_rows is not None, draft_logits is not None
+    ragged = cu_rows is not None
     code = _C.verify_chain(
         tokens=tokens.data_ptr(),
         num_accepted=num_accepted.data_ptr(),
         num_emitted=num_emitted.data_ptr(),
-        chosen_logprob=chosen_logprob.data_ptr(),
+        chosen_logprob=_pointer(chosen_logprob),
         status=status.data_ptr(),
+        top_ids=_pointer(top_ids),
+        top_logprob=_pointer(top_logprob),
         workspace=workspace.data_ptr(),
         target_logits=target_logits.data_ptr(),
         draft_tokens=draft_tokens.data_ptr(),
+        rules=_pointer(rules),
         temperature=_pointer(temperature),
         seed=_pointer(seed),
         block_start=_pointer(block_start),
         draft_logits=_pointer(draft_logits),
+        draft_ids=_pointer(draft_ids),
+        draft_logprob=_pointer(draft_logprob),
         draft_temperature=_pointer(draft_temperature),
         cu_rows=_pointer(cu_rows),
+        num_active=_pointer(num_active),
+        residual_slot=_pointer(residual_slot),
+        top_k=_pointer(top_k),
+        top_p=_pointer(top_p),
+        min_p=_pointer(min_p),
+        logit_bias=_pointer(logit_bias),
+        repetition_penalty=_pointer(repetition_penalty),
+        presence_penalty=_pointer(presence_penalty),
+        frequency_penalty=_pointer(frequency_penalty),
+        prompt_mask=_pointer(prompt_mask),
+        output_counts=_pointer(output_counts),
+        grammar_mask=_pointer(grammar_mask),
         batch=draft_tokens.size(0),
         drafts=draft_tokens.size(1),
-        vocab=target_logits.size(-1),
+        vocab=vocab,
+        pool=0 if draft_ids is None else draft_ids.size(2),
+        top_logprobs=0 if top_ids is None else top_ids.size(2),
         total_rows=target_logits.size(0) if ragged else 0,
         target_batch_stride=0 if ragged else target_logits.stride(0),
         target_row_stride=target_logits.stride(-2),
         draft_tokens_stride=draft_tokens.stride(0),
-        draft_batch_stride=draft_logits.stride(0) if dense else 0,
-        draft_row_stride=draft_logits.stride(1) if dense else 0,
+        draft_batch_stride=_stride(draft_logits, 0),
+        draft_row_stride=_stride(draft_logits, 1),
+        ids_batch_stride=_stride(draft_ids, 0),
+        ids_row_stride=_stride(draft_ids, 1),
+        bias_stride=_stride(logit_bias, 0),
+        prompt_stride=_stride(prompt_mask, 0),
+        counts_stride=_stride(output_counts, 0),
+        grammar_batch_stride=0 if ragged else _stride(grammar_mask, 0),
+        grammar_row_stride=_stride(grammar_mask, -2),
+        rule=rule,
+        filter_order=filter_order,
         target_dtype=DTYPES[target_logits.dtype],
-        draft_dtype=DTYPES[draft_logits.dtype] if dense else _C.F32,
+        draft_dtype=_C.F32 if draft_logits is None else DTYPES[draft_logits.dtype],
         **target(target_logits),
     )
     check_status("verify_chain", code)
 
 
 _verify_chain = define(
-    "verify_chain(Tensor target_logits, Tensor draft_tokens, Tensor? temperature, Tensor? seed, "
-    "Tensor? block_start, Tensor? draft_logits, Tensor? draft_temperature, Tensor? cu_rows, "
-    "Tensor(a!) tokens, Tensor(b!) num_accepted, Tensor(c!) num_emitted, "
-    "Tensor(d!) chosen_logprob, Tensor(e!) status, Tensor(f!) workspace) -> ()",
+    "verify_chain(Tensor target_logits, Tensor draft_tokens, int rule, Tensor? rules, "
+    "Tensor? temperature, Tensor? seed, Tensor? block_start, Tensor? draft_logits, "
+    "Tensor? draft_ids, Tensor? draft_logprob, Tensor? draft_temperature, Tensor? top_k, "
+    "Tensor? top_p, Tensor? min_p, int filter_order, Tensor? logit_bias, "
+    "Tensor? repetition_penalty, Tensor? presence_penalty, Tensor? frequency_penalty, "
+    "Tensor? prompt_mask, Tensor? output_counts, Tensor? grammar_mask, int vocab, "
+    "Tensor? num_active, Tensor? residual_slot, Tensor? cu_rows, Tensor(a!) tokens, "
+    "Tensor(b!) num_accepted, "
+    "Tensor(c!) num_emitted, Tensor(d!)? chosen_logprob, Tensor(e!) status, Tensor(f!)? top_ids, "
+    "Tensor(g!)? top_logprob, Tensor(h!) workspace) -> ()",
     _launch_verify_chain,
 )
 
 
-def verify_chain_workspace(batch, drafts, *, dense=False, device):
-    """Scratch memory that one verify_chain call of this size uses; `dense`: with draft_logits."""
+def verify_chain_workspace(batch, drafts, vocab, *, dense=False, device):
+    """Scratch memory that one verify_chain call of this size uses; `dense`: q is [B, K, V]."""
     words = 0  # the CPU twin needs none
     if torch.device(device).type == "cuda":
-        rows = drafts + 1 + (drafts if dense else 0)
-        words = batch * (3 * rows + 2)  # kRowStatsBytes, kDrawStateBytes of verify_chain.h
+        size = _C.verify_chain_workspace(batch=batch, drafts=drafts, vocab=vocab, dense=dense)
+        words = (size + 7) // 8
     return torch.empty(words, dtype=torch.int64, device=device)
 
 
-_RESULT_DTYPES = torch.int64, torch.int32, torch.int32, torch.float32, torch.uint8
+def _result_sizes(batch, drafts, logprobs, top_logprobs):
+    narrow, wide = (batch,), (batch, drafts + 1)
+    top = (batch, drafts + 1, top_logprobs)
+    return (
+        (wide, torch.int64),
+        (narrow, torch.int32),
+        (narrow, torch.int32),
+        (wide, torch.float32) if logprobs else None,
+        (narrow, torch.uint8),
+        (top, torch.int32) if top_logprobs else None,
+        (top, torch.float32) if top_logprobs else None,
+    )
 
 
-def _empty_result(batch, drafts, device):
-    shapes = (batch, drafts + 1), batch, batch, (batch, drafts + 1), batch
-    pairs = zip(shapes, _RESULT_DTYPES)
-    return VerifyResult(*(torch.empty(size, dtype=kind, device=device) for size, kind in pairs))
+def _empty_result(batch, drafts, device, *, logprobs=True, top_logprobs=0):
+    sizes = _result_sizes(batch, drafts, logprobs, top_logprobs)
+    return VerifyResult(
+        *(size and torch.empty(size[0], dtype=size[1], device=device) for size in sizes)
+    )
 
 
-def _check_result(op, out, batch, drafts, device):
+def _check_result(op, out, batch, drafts, device, logprobs, top_logprobs):
     if not isinstance(out, VerifyResult):
         raise TypeError(f"{op}: out: got {type(out).__name__}, expected a VerifyResult")
-    narrow, wide = (batch,), (batch, drafts + 1)
-    shapes = wide, narrow, narrow, wide, narrow
-    for name, value, shape, dtype in zip(VerifyResult._fields, out, shapes, _RESULT_DTYPES):
+    sizes = _result_sizes(batch, drafts, logprobs, top_logprobs)
+    for name, value, size in zip(VerifyResult._fields, out, sizes):
+        if size is None:
+            if value is not None:
+                raise ValueError(f"{op}: out.{name}: got a tensor, expected None")
+            continue
+        shape, dtype = size
         # the passing path in four questions a tensor; what is wrong is found out afterwards
         if not (
             type(value) is torch.Tensor
@@ -137,6 +231,28 @@ def _check_result(op, out, batch, drafts, device):
             checks.contiguous(op, f"out.{name}", value)
 
 
+def _check_draft_law(op, draft_logits, draft_ids, draft_logprob, shape, device):
+    """Dense logits, a pool, or scalars; returns whether q is dense."""
+    batch, drafts, vocab = shape
+    if draft_logprob is not None:
+        if draft_logits is not None:
+            raise ValueError(f"{op}: draft_logprob: got a tensor, expected None with draft_logits")
+        checks.tensor(op, "draft_logprob", draft_logprob, shape[:2], torch.float32, device)
+        checks.contiguous(op, "draft_logprob", draft_logprob)
+    if draft_ids is not None:
+        if draft_logits is None:
+            raise ValueError(f"{op}: draft_ids: got a tensor, expected draft_logits with it")
+        vocab = checks.sizes(op, "draft_ids", draft_ids, "[B, K, M]")[2]
+        checks.tensor(op, "draft_ids", draft_ids, (batch, drafts, vocab), torch.int32, device)
+    if draft_logits is not None:
+        layout = "[B, K, V]" if draft_ids is None else "[B, K, M]"
+        checks.sizes(op, "draft_logits", draft_logits, layout)
+        checks.dtype(op, "draft_logits", draft_logits, DTYPES)
+        wide = batch, drafts, vocab
+        checks.tensor(op, "draft_logits", draft_logits, wide, draft_logits.dtype, device)
+    return draft_logits is not None and draft_ids is None
+
+
 def verify_chain(
     target_logits,
     draft_tokens,
@@ -146,7 +262,25 @@ def verify_chain(
     seed=None,
     block_start=None,
     draft_logits=None,
+    draft_ids=None,
+    draft_logprob=None,
     draft_temperature=None,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    filter_order="transformers",
+    logit_bias=None,
+    repetition_penalty=None,
+    presence_penalty=None,
+    frequency_penalty=None,
+    prompt_mask=None,
+    output_counts=None,
+    grammar_mask=None,
+    vocab_valid=None,
+    num_active=None,
+    keying=None,
+    logprobs=True,
+    top_logprobs=0,
     cu_rows=None,
     out=None,
     workspace=None,
@@ -155,35 +289,69 @@ def verify_chain(
 
     The emitted tokens have exactly the law of the target decoding alone, whatever the drafts are.
     Row i of a request holds the target's logits after its drafts 0..i-1, so it judges draft i; the
-    last row has no draft to judge.
+    last row has no draft to judge. p is the law of a row: logits with their edits, over the
+    temperature, filtered.
 
-    - `rule="greedy"`: a draft is kept if it is the row's argmax (ties to the lowest id); the first
-      other row emits its argmax.
-    - `rule="token"`: p = softmax(logits / temperature). A draft x with law q is kept with
-      probability min(1, p(x) / q(x)), never where p(x) = 0; its replacement is drawn from
-      relu(p - q), renormalised; after the last draft a token is drawn from p. Without
-      `draft_logits` the drafts are one-hot: kept with probability p(x), replaced from p without x.
-      That is lossless for any drafts, also argmax ones. `draft_logits` have to be the law that the
-      drafts were sampled from. A request with temperature 0 goes by the greedy rule.
+    - "greedy": a draft is kept if it is the row's argmax (ties to the lowest id); the first other
+      row emits its argmax. Any request with temperature 0 goes by this rule.
+    - "token": a draft x with law q is kept with probability min(1, p(x) / q(x)), never where
+      p(x) = 0; its replacement is drawn from relu(p - q), renormalised; after the last draft a
+      token is drawn from p. Without q the drafts are one-hot: kept with probability p(x), replaced
+      from p without x. That is lossless for any drafts, also argmax ones. q has to be the law that
+      the drafts were sampled from.
+    - "onehot": "token" with q ignored.
+    - "match": y is drawn from p with noise of its position; a draft is kept if it is y, otherwise y
+      is emitted. The output is a function of seed and position alone: it is what decoding without
+      drafts gives, whatever the drafts are.
+    - "gumbel": the same, for drafters that race their q with the same noise (POSITION_DRAW).
+    - "block": block verification; keeps at least as many drafts as "token" for the same q, on
+      average. One-hot drafts: as "token".
 
     K = 0 drafts is plain decoding: one token of each request's single row.
 
     Noise: domino_kernels.rng, coin i (VERIFY_COIN), replacement at slot i (RESIDUAL_DRAW), a token
-    drawn from p at row i (BONUS_DRAW). A request's output does not depend on the batch around it,
-    and CPU and CUDA give the same bits. Weights below 2**-100 of the row's largest count as zero.
+    drawn from p at row i (BONUS_DRAW), or POSITION_DRAW. A request's output does not depend on the
+    batch around it, and CPU and CUDA give the same bits. Weights below 2**-100 count as zero.
 
     Args:
         target_logits: [B, K + 1, V], or [R, V] with cu_rows; float32, float16 or bfloat16, last
             dimension contiguous, other strides free. 1 <= V <= 2**23. A masked token is -inf.
         draft_tokens: [B, K] int64, K >= 0. -1 ends a request's chain (no draft at that slot); so
             does an id outside the vocabulary, with a status bit.
-        temperature: [B] float32, >= 0; rule "token" only, like the next four.
+        rule: a name, or [B] uint8 of VerifyRule: mixed in one call.
+        temperature: [B] float32, >= 0; needed by all rules but "greedy", like the next two.
         seed: [B] int64, any value.
         block_start: [B] int64, absolute position of the block's anchor (the token before draft 0).
             It has to grow from call to call of a request.
-        draft_logits: [B, K, V], any of the three dtypes, last dimension contiguous; None: one-hot.
+        draft_logits: [B, K, V], any of the three dtypes, last dimension contiguous; [B, K, M] with
+            draft_ids; None: one-hot.
+        draft_ids: [B, K, M] int32, distinct: q is the softmax of these tokens' logits alone. Ids
+            outside the vocabulary are unused entries.
+        draft_logprob: [B, K] float32, log q of each draft and nothing else. A rejected draft is
+            not replaced: status NEEDS_RESIDUAL, and residual_sample draws the token from the one
+            row of q that it needs. Not with rule "block".
         draft_temperature: [B] float32, q = softmax(draft_logits / draft_temperature); 0: one-hot;
             None: the target's temperature.
+        top_k: [B] int32, <= 0: off. Ties with the k-th logit are kept.
+        top_p: [B] float32, >= 1: off. A token is kept if less than top_p lies before it, by
+            falling logit, ties by id.
+        min_p: [B] float32, <= 0: off. Kept are tokens of at least min_p times the greatest p.
+        filter_order: what top_p is a share of: the top-k tokens ("transformers": top-k, top-p,
+            min-p), those of top-k and min-p ("vllm": min-p first), or the row ("joint").
+        logit_bias: [B, V] float32, added.
+        repetition_penalty: [B] float32, divides the positive logits of tokens seen in prompt or
+            output, multiplies the negative ones; 1: off.
+        presence_penalty, frequency_penalty: [B] float32, taken off the logits of generated tokens,
+            once or for each time; 0: off. In all three the drafts before a row count as generated.
+        prompt_mask: [B, ceil(V / 32)] int32, bit t % 32 of word t // 32: token t is in the prompt.
+        output_counts: [B, V] int32, how often a token was generated.
+        grammar_mask: [B, K + 1, ceil(V / 32)] int32, or [R, ...] with cu_rows: bit 1 allows.
+        vocab_valid: int, the vocabulary without its padding; ids from there on do not exist.
+        num_active: [1] int32: requests from there on are inactive and emit nothing.
+        keying: None, or "block" / "position" as the drafter's noise was keyed: an error where the
+            rule needs the other one.
+        logprobs: False: no chosen_logprob; greedy requests then need no sums.
+        top_logprobs: n likeliest tokens of each emitted token's row, with their log p.
         cu_rows: [B + 1] int32: request b owns rows cu_rows[b] .. cu_rows[b + 1] - 1 of
             target_logits and has one draft less than rows. No row: an inactive request, which
             emits nothing.
@@ -192,10 +360,11 @@ def verify_chain(
             One call at a time may use it.
 
     Returns:
-        VerifyResult; `out` where given. For greedy requests chosen_logprob is the logarithm of
-        softmax at temperature 1. Where a row cannot be decided (VerifyStatus.FAILED) the request
-        stops before that row: the drafts accepted so far are emitted and nothing else, so
-        num_emitted may be 0 and the caller has to look at `status`.
+        VerifyResult; `out` where given. Log-probabilities are those of the edited logits at the
+        request's temperature (1 for greedy requests), before the filters. Where a row cannot be
+        decided (VerifyStatus.FAILED) the request stops before that row: the drafts accepted so far
+        are emitted and nothing else, so num_emitted may be 0 and the caller has to look at
+        `status`.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
@@ -203,7 +372,8 @@ def verify_chain(
     Every value of a parameter tensor is read on the device: no synchronisation, and a CUDA graph
     replays with what the tensors then hold.
 
-    Source: Leviathan et al. 2211.17192, Chen et al. 2302.01318; races instead of inverse CDFs.
+    Source: Leviathan et al. 2211.17192, Chen et al. 2302.01318; Sun et al. 2403.10444 (block);
+    Daliri et al. 2408.07978 (gumbel); races instead of inverse CDFs.
     """
     op = "verify_chain"
     batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
@@ -221,55 +391,118 @@ def verify_chain(
     checks.tensor(op, "draft_tokens", draft_tokens, (batch, drafts), torch.int64, device)
     if cu_rows is not None:
         checks.tensor(op, "cu_rows", cu_rows, (batch + 1,), torch.int32, device)
+    if num_active is not None:
+        checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
 
-    if rule == "token":
+    rules, code = None, 0
+    if isinstance(rule, torch.Tensor):
+        rules = rule
+        checks.tensor(op, "rule", rules, (batch,), torch.uint8, device)
+        checks.contiguous(op, "rule", rules)
+    elif rule in _RULES:
+        code = _RULES[rule]
+        own = "position" if code in _POSITION_RULES else "block"
+        if keying is not None and code and keying != own:
+            raise ValueError(f"{op}: keying: got {keying!r}, expected {own!r} with rule={rule!r}")
+    else:
+        raise ValueError(f"{op}: rule: got {rule!r}, expected one of {', '.join(_RULES)}")
+    if filter_order not in _ORDERS:
+        orders = ", ".join(_ORDERS)
+        raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
+
+    wide = vocab if vocab_valid is None else vocab_valid
+    if not 1 <= wide <= vocab:
+        raise ValueError(f"{op}: vocab_valid: got {wide}, expected 1 to V = {vocab}")
+    dense = False
+    if rules is not None or code:
         checks.tensor(op, "temperature", temperature, (batch,), torch.float32, device)
         checks.tensor(op, "seed", seed, (batch,), torch.int64, device)
         checks.tensor(op, "block_start", block_start, (batch,), torch.int64, device)
-        if draft_logits is not None:
-            checks.sizes(op, "draft_logits", draft_logits, "[B, K, V]")
-            checks.dtype(op, "draft_logits", draft_logits, DTYPES)
-            shape = (batch, drafts, vocab)
-            checks.tensor(op, "draft_logits", draft_logits, shape, draft_logits.dtype, device)
+        shape = (batch, drafts, vocab)
+        dense = _check_draft_law(op, draft_logits, draft_ids, draft_logprob, shape, device)
+        if draft_logprob is not None and code == VerifyRule.BLOCK:
+            raise ValueError(f"{op}: draft_logprob: got a tensor, expected None with rule='block'")
         if draft_temperature is not None:
             if draft_logits is None:
                 raise ValueError(f"{op}: draft_temperature: got a tensor, expected draft_logits")
             shape = (batch,)
             checks.tensor(op, "draft_temperature", draft_temperature, shape, torch.float32, device)
-    elif rule == "greedy":
+        for (name, dtype), value in zip(_FILTER_DTYPES.items(), (top_k, top_p, min_p)):
+            if value is not None:
+                checks.tensor(op, name, value, (batch,), dtype, device)
+    else:
         for name, value in (
             ("temperature", temperature),
             ("seed", seed),
             ("block_start", block_start),
             ("draft_logits", draft_logits),
+            ("draft_ids", draft_ids),
+            ("draft_logprob", draft_logprob),
             ("draft_temperature", draft_temperature),
+            ("top_k", top_k),
+            ("top_p", top_p),
+            ("min_p", min_p),
         ):
             if value is not None:
                 raise ValueError(f"{op}: {name}: got a value, expected None with rule='greedy'")
-    else:
-        raise ValueError(f"{op}: rule: got {rule!r}, expected 'greedy' or 'token'")
+    for name, value in (
+        ("repetition_penalty", repetition_penalty),
+        ("presence_penalty", presence_penalty),
+        ("frequency_penalty", frequency_penalty),
+    ):
+        if value is not None:
+            checks.tensor(op, name, value, (batch,), torch.float32, device)
+    if logit_bias is not None:
+        checks.tensor(op, "logit_bias", logit_bias, (batch, vocab), torch.float32, device)
+    if output_counts is not None:
+        checks.tensor(op, "output_counts", output_counts, (batch, vocab), torch.int32, device)
+    words = (vocab + 31) // 32
+    if prompt_mask is not None:
+        checks.tensor(op, "prompt_mask", prompt_mask, (batch, words), torch.int32, device)
+    if grammar_mask is not None:
+        shape = (*target_logits.shape[:-1], words)
+        checks.tensor(op, "grammar_mask", grammar_mask, shape, torch.int32, device)
+    if not 0 <= top_logprobs <= 128:
+        raise ValueError(f"{op}: top_logprobs: got {top_logprobs}, expected 0 to 128")
 
     if out is None:
-        out = _empty_result(batch, drafts, device)
+        out = _empty_result(batch, drafts, device, logprobs=logprobs, top_logprobs=top_logprobs)
     else:
-        _check_result(op, out, batch, drafts, device)
-    dense = draft_logits is not None
+        _check_result(op, out, batch, drafts, device, logprobs, top_logprobs)
     if workspace is None:
-        workspace = verify_chain_workspace(batch, drafts, dense=dense, device=device)
+        workspace = verify_chain_workspace(batch, drafts, wide, dense=dense, device=device)
     elif device.type == "cuda":
-        needed = batch * (3 * (drafts + 1 + (drafts if dense else 0)) + 2)
-        size = workspace.numel()
+        needed = _C.verify_chain_workspace(batch=batch, drafts=drafts, vocab=wide, dense=dense)
+        size, needed = workspace.numel(), (needed + 7) // 8
         if size < needed:
             raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
         checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
     _verify_chain(
         target_logits,
         draft_tokens,
+        code,
+        rules,
         temperature,
         seed,
         block_start,
         draft_logits,
+        draft_ids,
+        draft_logprob,
         draft_temperature,
+        top_k,
+        top_p,
+        min_p,
+        _ORDERS[filter_order],
+        logit_bias,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        prompt_mask,
+        output_counts,
+        grammar_mask,
+        wide,
+        num_active,
+        None,
         cu_rows,
         *out,
         workspace,

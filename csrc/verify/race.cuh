@@ -1,0 +1,167 @@
+// The race for one token of a row, run by a cluster: least E / weight (chain_walk.h).
+//
+// The least E / weight of a law is an exponential over its mass: with probability 1 - e^-24 it is
+// below 24 / mass. A token's E is at least its v = (word + 1/2) 2^-32, so E / weight is only worked
+// out where v is below that times the greatest weight of the token's group: some dozen times a row.
+// Where nothing was found (or the mass was guessed too high) the race is run again without the
+// bound. What the filter drops is skipped by chunks first. Bytes: the row's kept chunks.
+#pragma once
+
+#include "common/reduce.cuh"
+#include "verify/chain_judge.cuh"
+#include "verify/row_cluster.cuh"
+
+namespace domino {
+
+constexpr int kWalkWarps = 16;
+constexpr int kWalkThreads = kWalkWarps * kWarpSize;
+
+struct RaceShared {
+  unsigned long long best;
+  unsigned long long slots[kWarpSize];
+};
+__device__ __forceinline__ RaceShared& race_shared() {
+  __shared__ RaceShared shared;
+  return shared;
+}
+
+// fn(token, group) for this lane's groups of those of a row's chunks that this block of the cluster
+// has and whose key is at least `least`; every lane of a warp calls it as often. One copy of fn.
+template <class Source, class Fn>
+__device__ __forceinline__ void for_each_group(const RowCluster& cluster, const Source& source,
+                                               const ChunkStats* chunks, int count, uint32_t least,
+                                               Fn fn) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int share = ceil_div(count, cluster.size);
+  const int first = cluster.rank * share, last = min(count, first + share);
+#pragma unroll 1
+  for (int chunk = first + warp; chunk < last; chunk += kWalkWarps) {
+    if (__ldcg(&chunks[chunk].key) < least) continue;
+    const int token = chunk * kChunk + lane * kGroup;
+    Group<typename Source::Stored> groups[kLaneGroups];
+    if constexpr (!std::is_same_v<Source, RowSource<void>>) {
+#pragma unroll
+      for (int g = 0; g < kLaneGroups; ++g) groups[g] = source.group(token + g * kGroupStep);
+    }
+#pragma unroll 1
+    for (int g = 0; g < kLaneGroups; ++g) {
+      if constexpr (std::is_same_v<Source, RowSource<void>>) {
+        fn(token + g * kGroupStep, source.group(token + g * kGroupStep));
+      } else {
+        fn(token + g * kGroupStep, groups[0]);
+#pragma unroll
+        for (int n = 1; n < kLaneGroups; ++n) groups[n - 1] = groups[n];
+      }
+    }
+  }
+}
+
+// Weights of a draw from a row.
+struct DrawWeights {
+  const RowLaw& p;
+  const RowFilter& filter;  // -inf, INT32_MAX: all are kept
+  float inverse_mass;       // 1 over the mass that is kept
+  float reach;              // of p, in the block rule
+  int64_t without;          // a one-hot draft that was rejected, or -1
+  DraftLaw q;               // not one-hot: it is subtracted, so p has to be a probability
+  RowLaw draft;
+  LogitRow draft_row;
+  const int32_t* ids;
+  int pool;
+
+  // Of any token with this logit, if it is kept and q is nothing.
+  __device__ __forceinline__ float scaled(float logit) const {
+    const float weight = p.weight(logit);
+    return q != DraftLaw::kOneHot ? mul_rn(reach, mul_rn(weight, inverse_mass)) : weight;
+  }
+  // Not below the weight.
+  __device__ __forceinline__ float upper(float logit, int64_t token) const {
+    return token == without || !filter.keeps(logit, token) ? 0.0f : scaled(logit);
+  }
+  __device__ __forceinline__ float exact(float upper, int64_t token) const {
+    if (q == DraftLaw::kDense) return add_rn(upper, -draft.probability(draft_row.at(token)));
+    if (q == DraftLaw::kPool) {
+#pragma unroll 1
+      for (int m = 0; m < pool; ++m)
+        if (ids[m] == token) return add_rn(upper, -draft.probability(draft_row.at(m)));
+    }
+    return upper;
+  }
+};
+
+constexpr float kSureTime = 24.0f;
+constexpr float kResidualGuess = 0.05f;  // mass of relu(p - q) that is surely enough
+
+__device__ __forceinline__ unsigned long long least_key_of_block(unsigned long long key) {
+  return block_reduce(
+      key, [](unsigned long long a, unsigned long long b) { return a < b ? a : b; },
+      race_shared().slots);
+}
+
+// All blocks of the cluster call it, and all threads get the result. mass: of the weights, about.
+template <class Source>
+__device__ __forceinline__ unsigned long long race_row(const RowCluster& cluster,
+                                                       const Source& source,
+                                                       const ChunkStats* chunks, int count,
+                                                       const DrawWeights& weights,
+                                                       const RaceNoise& noise, float mass) {
+  RaceShared& shared = race_shared();
+  const float cut = weights.filter.cut_logit;
+  const uint32_t least = max(logit_key(cut), kEmptyKey + 1);
+  float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
+#pragma unroll 1
+  for (;;) {
+    unsigned long long key = kNoWinner;
+    for_each_group(cluster, source, chunks, count, least, [&](int token, const auto& group) {
+      float top = group.at(0);
+#pragma unroll
+      for (int j = 1; j < kGroup; ++j) top = fmaxf(top, group.at(j));
+      // in units of a word; half of one is the least that there is
+      const float reach = top >= cut ? weights.scaled(top) * bound * (1.001f * 0x1p32f) : 0.0f;
+      if (!__any_sync(kFullMask, reach >= 0.5f)) return;
+      const uint32_t limit = __float2uint_rz(reach);
+      uint32_t words[kGroup], chance = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4 + half));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          words[4 * half + j] = four.word[j];
+          if (four.word[j] <= limit) chance |= 1u << (4 * half + j);
+        }
+      }
+      if (reach < 0.5f) chance = 0;
+      while (chance != 0) {
+        const int which = __ffs(chance) - 1;
+        chance &= chance - 1;
+        float logit = group.at(0);
+        uint32_t word = words[0];
+#pragma unroll
+        for (int j = 1; j < kGroup; ++j) {
+          logit = which == j ? group.at(j) : logit;
+          word = which == j ? words[j] : word;
+        }
+        const float upper = weights.upper(logit, token + which);
+        if (!(upper > 0.0f)) continue;
+        const unsigned long long mine =
+            race_key(weights.exact(upper, token + which), word, token + which);
+        key = mine < key ? mine : key;
+      }
+    });
+    key = least_key_of_block(key);
+    if (threadIdx.x == 0) shared.best = key;
+    cluster.sync();
+    key = threadIdx.x % kWarpSize < cluster.size ? cluster.of_lane(&shared.best) : kNoWinner;
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      const unsigned long long other = __shfl_xor_sync(kFullMask, key, offset);
+      key = other < key ? other : key;
+    }
+    cluster.sync();  // nobody starts the next race, or ends, before all have read
+    if (key != kNoWinner && __uint_as_float(static_cast<uint32_t>(key >> 32)) <= bound) return key;
+    if (bound == INFINITY) return key;
+    bound = INFINITY;
+  }
+}
+
+}  // namespace domino

@@ -1,0 +1,65 @@
+// How the launches of the verification ops are made.
+#pragma once
+
+#include "verify/race.cuh"
+
+namespace domino {
+
+constexpr int kMostClusterBlocks = 16;
+
+inline bool has_edits(const VerifyChainParams& p) {
+  return p.logit_bias != nullptr || p.repetition_penalty != nullptr ||
+         p.presence_penalty != nullptr || p.frequency_penalty != nullptr ||
+         p.grammar_mask != nullptr;
+}
+
+// Calls fn(T{}) with the dtype of all rows that are read in full, fn() where they have none in
+// common or are edited.
+template <class Fn>
+int dispatch_rows(const VerifyChainParams& p, bool plain, Fn fn) {
+  if (!plain) return fn(static_cast<void*>(nullptr));
+  return dispatch_dtype(p.target_dtype, [&](auto tag) { return fn(&tag); });
+}
+
+// Launches kernel(p, ...) that may start while the launch in front runs: `groups` blocks, or with
+// `clustered` as many clusters of the blocks that a row keeps busy.
+template <class... Params, class... Args>
+int launch_behind(void (*kernel)(VerifyChainParams, Params...), const VerifyChainParams& p,
+                  int64_t groups, bool clustered, int threads, void* stream, Args... args) {
+  int device = 0, major = 0, size = 1;
+  if (const int status = cudaGetDevice(&device); status != kOk) return status;
+  if (const int status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+      status != kOk)
+    return status;
+  const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk);
+  // as many blocks a row as keep the device busy; 16 is what the largest devices allow, and only a
+  // few such clusters fit at a time
+  const int wanted = groups <= 4 ? kMostClusterBlocks : groups <= 16 ? 8 : groups <= 32 ? 4 : 2;
+  if (clustered && major >= 9)
+    while (size < wanted && size * kWalkWarps < chunks) size *= 2;
+  if (size > 8) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != cudaSuccess) return status;
+  }
+  if (groups * size > INT32_MAX) return kBadArgument;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(groups * size));
+  config.blockDim = dim3(threads);
+  config.stream = as_stream(stream);
+  config.attrs = attributes;
+  config.numAttrs = major < 9 ? 0 : size > 1 ? 2 : 1;
+  cudaLaunchKernelEx(&config, kernel, p, args...);
+  return launched();
+}
+
+// The likeliest tokens of every row that was emitted: the last launch of verify_chain and
+// row_stats.
+int launch_row_head(const VerifyChainParams& p, void* stream);
+
+}  // namespace domino
