@@ -316,7 +316,7 @@ def test_vllm_writes_what_the_contract_says(device):
     assert [len(t) for t in expected] == [3, 1, 3, 2, 3]
 
 
-@pytest.mark.parametrize("form", ["one-hot", "dense"])
+@pytest.mark.parametrize("form", ["one-hot", "dense", "block"])
 def test_vllm_law(form, device):
     runs, p, q = 40_000, random_laws(7, DRAFTS + 1), random_laws(8, DRAFTS, zeros=False)
     drafts = (0, 1)

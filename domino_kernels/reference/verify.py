@@ -14,7 +14,9 @@ from domino_kernels.reference.law import PLAIN, Sampling, edit, law
 NON_FINITE, EMPTY_ROW, BAD_ID, ZERO_RESIDUAL, BAD_DRAFT_LAW, BAD_PARAMETER, BAD_ROWS = (
     1 << n for n in range(7)
 )
-RULES = "greedy", "match", "onehot", "token", "block", "gumbel"
+NEEDS_RESIDUAL = 128
+NOTHING = -1  # the walk ends without a token
+RULES = "greedy", "token", "onehot", "match", "block", "gumbel"  # by number
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Request:
     """One request: target [n + 1, V] logits, drafts [n] and the laws they came from.
 
     q: None (one-hot), or a function of the slot that gives the draft law [V], None where it is bad.
+    log_q [n]: of each draft, in place of q; a rejected draft is then not replaced.
     seen, counts, bias [V]; allowed [n + 1, V]: see reference.law.edit.
     """
 
@@ -31,6 +34,7 @@ class Request:
     block_start: int = 0
     sampling: Sampling = PLAIN  # temperature 0: the greedy rule
     q: object = None
+    log_q: np.ndarray | None = None
     seen: np.ndarray | None = None
     counts: np.ndarray | None = None
     bias: np.ndarray | None = None
@@ -68,6 +72,9 @@ class Request:
     def draft_law(self, i, x):
         """(q of slot i, status); one-hot where there is none or it gives its draft no mass."""
         one_hot = np.eye(1, self.vocab, x)[0]
+        if self.log_q is not None:  # known at x alone
+            q = np.exp(self.log_q[i]) if -69.0 <= self.log_q[i] <= 0.0 else 0.0
+            return (one_hot * q, 0) if q > 0 else (one_hot, BAD_DRAFT_LAW)
         if self.q is None:
             return one_hot, 0
         q = self.q(i)
@@ -109,7 +116,7 @@ def walk_slots(request, decide):
         token, more = decide(i, p, x)
         status |= bad | more
         if token is not None:
-            return i, token, status
+            return i, None if token == NOTHING else token, status
     raise AssertionError("the last row has no draft, so it does not accept")
 
 
@@ -140,6 +147,8 @@ def token(request):
         q, status = request.draft_law(i, x)
         if p[x] > 0 and request.coin(i) * q[x] <= p[x]:
             return None, status
+        if request.log_q is not None and not status:
+            return NOTHING, NEEDS_RESIDUAL
         last, more = request.replacement(np.maximum(p - q, 0.0), i)
         return last, status | more
 
@@ -182,7 +191,7 @@ def block(request):
 
 
 def onehot(request):
-    request.q = None
+    request.q = request.log_q = None
     return token(request)
 
 
@@ -214,10 +223,10 @@ def dense_law(draft_logits, temperature):
 
 
 def pool_law(ids, logits, vocab, temperature):
-    """q of a sparse pool: ids [n, M] (-1: unused), logits [n, M]; a function of the slot."""
+    """q of a sparse pool: ids [n, M], logits [n, M]; an id outside [0, vocab) is no entry."""
 
     def q(i):
-        used = ids[i] >= 0
+        used = (ids[i] >= 0) & (ids[i] < vocab)
         part, fault = law(np.where(used, logits[i], -np.inf), temperature)
         if fault:
             return None
@@ -226,6 +235,13 @@ def pool_law(ids, logits, vocab, temperature):
         return out
 
     return q
+
+
+def unpack(words, vocab):
+    """[..., ceil(vocab / 32)] of 32-bit words as [..., vocab] bool."""
+    words = np.ascontiguousarray(words).astype(np.int64).astype(np.uint32)
+    bits = words[..., None] >> np.arange(32, dtype=np.uint32) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :vocab].astype(bool)
 
 
 def verify_chain(
@@ -237,35 +253,38 @@ def verify_chain(
     seed=None,
     block_start=None,
     draft_logits=None,
+    draft_ids=None,
+    draft_logprob=None,
     draft_temperature=None,
-    draft_pool=None,
-    cu_rows=None,
     top_k=None,
     top_p=None,
     min_p=None,
     filter_order="transformers",
-    repetition=None,
-    presence=None,
-    frequency=None,
-    seen=None,
-    counts=None,
-    bias=None,
-    allowed=None,
+    logit_bias=None,
+    repetition_penalty=None,
+    presence_penalty=None,
+    frequency_penalty=None,
+    prompt_mask=None,
+    output_counts=None,
+    grammar_mask=None,
+    vocab_valid=None,
+    num_active=None,
+    cu_rows=None,
 ):
     """Arguments as domino_kernels.verify_chain, NumPy arrays; temperature None: greedy.
 
-    rule: a name, or one a request. draft_pool: (ids [B, K, M], logits [B, K, M]). seen, counts and
-    bias [B, V]; allowed [B, K + 1, V] or [R, V], bool.
     Returns (tokens, num_accepted, num_emitted, chosen_logprob, status).
     """
     batch, drafts = draft_tokens.shape
-    vocab = target_logits.shape[-1]
+    full = target_logits.shape[-1]
+    vocab = full if vocab_valid is None else vocab_valid
     tokens = np.full((batch, drafts + 1), -1, np.int64)
     logprob = np.zeros((batch, drafts + 1))
     accepted, emitted, status = np.zeros((3, batch), np.int64)
     at = lambda value, b: None if value is None else value[b]  # noqa: E731
-    for b in range(batch):
-        rows = allowed_rows = None
+    bits = lambda value: None if value is None else unpack(value, full)[..., :vocab]  # noqa: E731
+    allowed, seen = bits(grammar_mask), bits(prompt_mask)
+    for b in range(batch if num_active is None else min(batch, int(num_active[0]))):
         if cu_rows is None:
             rows, allowed_rows = target_logits[b], at(allowed, b)
         else:
@@ -276,35 +295,40 @@ def verify_chain(
                 status[b] = BAD_ROWS
                 continue
             rows, allowed_rows = target_logits[first:last], at(allowed, slice(first, last))
-        t = 0.0 if temperature is None else float(temperature[b])
+        name = rule if isinstance(rule, str) else RULES[int(rule[b])]
+        t = 0.0 if temperature is None or name == "greedy" else float(temperature[b])
         t_draft = t if draft_temperature is None else float(draft_temperature[b])
-        q = None
-        if t != 0 and (draft_logits is not None or draft_pool is not None):
-            if not (np.isfinite(t_draft) and t_draft >= 0):
+        q = scalar = None
+        if t != 0 and name in ("token", "block"):
+            has_q = draft_logits is not None or draft_logprob is not None
+            if has_q and not (np.isfinite(t_draft) and t_draft >= 0):
                 status[b] = BAD_PARAMETER
                 continue
-            if t_draft > 0 and draft_logits is not None:
-                q = dense_law(draft_logits[b], t_draft)
-            elif t_draft > 0:
-                q = pool_law(draft_pool[0][b], draft_pool[1][b], vocab, t_draft)
+            if has_q and t_draft > 0:
+                if draft_logprob is not None:
+                    scalar = draft_logprob[b]
+                elif draft_ids is None:
+                    q = dense_law(draft_logits[b][:, :vocab], t_draft)
+                else:
+                    q = pool_law(draft_ids[b], draft_logits[b], vocab, t_draft)
         parameters = dict(
-            top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition=repetition, presence=presence, frequency=frequency,
+            top_k=top_k, top_p=top_p, min_p=min_p, repetition=repetition_penalty,
+            presence=presence_penalty, frequency=frequency_penalty,
         )  # fmt: skip
         parameters = {k: v[b].item() for k, v in parameters.items() if v is not None}
         request = Request(
-            rows,
+            rows[:, :vocab],
             draft_tokens[b, : len(rows) - 1],
             0 if seed is None else int(seed[b]),
             0 if block_start is None else int(block_start[b]),
             Sampling(temperature=t, order=filter_order, **parameters),
             q,
+            scalar,
             at(seen, b),
-            at(counts, b),
-            at(bias, b),
+            None if output_counts is None else output_counts[b][:vocab],
+            None if logit_bias is None else logit_bias[b][:vocab],
             allowed_rows,
         )
-        name = rule if isinstance(rule, str) else rule[b]
         out, chosen, accepted[b], status[b] = verify_request(request, name)
         emitted[b] = len(out)
         tokens[b, : len(out)] = out
