@@ -73,7 +73,7 @@ def make_pool(logits, heads, generator):
     ids = torch.cat([heads, (heads[..., :1] + spread) % vocab], -1)
     near = logits.gather(-1, ids).float()
     noise = torch.randn(ids.shape, generator=generator, device=logits.device) * 0.5
-    return ids, (near + noise).to(logits.dtype)
+    return ids.int(), (near + noise).to(logits.dtype)
 
 
 def find_starts(seed, accept, counts):

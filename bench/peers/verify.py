@@ -37,7 +37,7 @@ def draft_law(o, like):
     if o["ids"] is None:
         return out.scatter_(-1, o["drafts"][..., None], 1.0)
     pool = (o["draft"].float() / o["draft_temperature"][:, None, None]).softmax(-1)
-    return out.scatter_(-1, o["ids"], pool)
+    return out.scatter_(-1, o["ids"].long(), pool)
 
 
 def torch_greedy(o):
@@ -85,7 +85,8 @@ def structure_token(o):
     if o["ids"] is not None:
         shape = (*o["drafts"].shape, target.size(-1))
         draft = torch.full(shape, -torch.inf, device=target.device)
-        draft.scatter_(-1, o["ids"], o["draft"].float() / o["draft_temperature"][:, None, None])
+        pool = o["draft"].float() / o["draft_temperature"][:, None, None]
+        draft.scatter_(-1, o["ids"].long(), pool)
     elif draft is not None:
         draft = draft.float() / o["draft_temperature"][:, None, None]
     return verify_triton.rejection_sample(target, o["drafts"], o["coins"], draft)
