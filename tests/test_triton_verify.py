@@ -179,7 +179,7 @@ def test_words_and_numbers_of_noise():
 def test_triton_and_cuda_agree(rule, dense):
     """Tokens, counts and status of every request."""
     generator = torch.Generator("cuda").manual_seed(20261129)
-    for shape in [(2000, 3, 7), (200, 7, 1031), (16, 15, 32000), (4, 15, 151936)]:
+    for shape in [(3000, 3, 37), (16, 3, 151936)]:  # every new shape compiles ten kernels
         arguments = make(*shape, generator, dense=dense, dtype=torch.bfloat16) | {"rule": rule}
         triton = verify_chain.verify_chain(**arguments)
         cuda = domino_kernels.verify_chain(**arguments)
@@ -195,8 +195,8 @@ def test_triton_and_cuda_agree(rule, dense):
 @pytest.mark.gpu
 def test_triton_and_cuda_agree_with_filters():
     generator = torch.Generator("cuda").manual_seed(20261129)
-    for filters in (dict(top_k=50, top_p=0.95), dict(top_p=0.9, min_p=0.02)):
-        arguments = cases((16, 7, 32000), "token", True, generator, **filters)
+    for filters in (dict(top_k=9, top_p=0.9), dict(top_p=0.8, min_p=0.02)):
+        arguments = cases((500, 3, 37), "token", True, generator, **filters)
         triton = verify_chain.verify_chain(**arguments)
         cuda = domino_kernels.verify_chain(**arguments)
         assert int((triton.tokens != cuda.tokens).any(-1).sum()) <= 1
