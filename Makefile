@@ -1,7 +1,7 @@
 # make demo        set up .venv, then decode prompts with the shipped drafter
 # make test        set up .venv, build, run the tests that need no GPU and little time
 # make test-full   the slow ones too
-# make test-gpu    the tests marked gpu, in PYTHON as it is (default python3)
+# make test-gpu    the tests marked gpu that take little time, in PYTHON as it is (default python3)
 # make test-reference   compare the drafter with the public ones, from PyPI, in a folder of their own
 # make wheel lint format clean
 
@@ -38,7 +38,7 @@ test-gpu:
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || \
 	  { echo "make test-gpu: $(PYTHON) finds no CUDA device (or no torch); nothing was tested"; exit 1; }
 	$(PYTHON) setup.py -q build_ext --inplace
-	DOMINO_REQUIRE_GPU=1 PYTHONPATH=$(CURDIR):$(CURDIR)/python $(PYTHON) -m pytest -m gpu
+	DOMINO_REQUIRE_GPU=1 PYTHONPATH=$(CURDIR):$(CURDIR)/python $(PYTHON) -m pytest -m "gpu and not slow"
 
 test-reference: $(STAMP)-built-dev $(STAMP)-reference
 	DOMINO_REQUIRE_REFERENCE=1 PYTHONPATH=$(VENV)/reference $(PY) -m pytest tests/draft/test_reference.py
