@@ -56,7 +56,6 @@ def draft_chain(
     hidden_slot_stride: int,
     table: int,
     num_active: int,
-    residual_slot: int,
     temperature: int,
     seed: int,
     block_start: int,
