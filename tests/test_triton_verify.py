@@ -200,3 +200,25 @@ def test_triton_and_cuda_agree_with_filters():
         triton = verify_chain.verify_chain(**arguments)
         cuda = domino_kernels.verify_chain(**arguments)
         assert int((triton.tokens != cuda.tokens).any(-1).sum()) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+def test_law(rule, runs=500_000):
+    """The G-test of tests/losslessness, several blocks, on the Triton kernels."""
+    from domino_kernels.testing.losslessness import Drafter, Model, Sampling, g_test, sample
+
+    def verify(target_logits, draft_tokens, *, sampling, counts, draft_logits, **keywords):
+        told = dict(draft_logits=draft_logits.contiguous()) if rule != "match" else {}
+        if rule == "match":
+            del keywords["draft_temperature"]
+        result = verify_chain.verify_chain(
+            target_logits.contiguous(), draft_tokens, rule=rule, **told, **keywords
+        )
+        return result.tokens, result.num_emitted
+
+    model, sampling = Model.random(3, 3, 1), Sampling(0.8)
+    drafter = Drafter(3, temperature=1.2)
+    counts = sample(model, verify, drafter, runs=runs, length=4, sampling=sampling, device=DEVICE)
+    result = g_test(counts, model.law(sampling, 4))
+    assert result.p_value > 1e-9, result
