@@ -55,6 +55,14 @@ class Target:
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache"
 
     @property
+    def windows(self) -> list[int | None]:
+        """Positions that each layer sees, or None for all before it."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            return [self._window] * self.num_layers
+        return [self._window if kind == "sliding_attention" else None for kind in kinds]
+
+    @property
     def vocab_size(self) -> int:
         return self.embedding.shape[0]
 

@@ -1,0 +1,456 @@
+"""The layers of a Llama-type decoder over a few tokens a row: five launches a layer.
+
+linear_kernel   a product with few rows, with what stands before and after it in a layer
+attend_kernel   q and k norms, rotary, cache write and attention of every row over its own context
+rms_norm_kernel, silu_mul_kernel: the same steps alone, around library products of many rows
+rotate_store_kernel  norms, rotary and cache write alone: prompts, and the drafter's context
+embed_kernel, commit_kernel: the first and the last step of a cycle
+
+Rows stand at lengths[b] .. lengths[b] + TOKENS - 1 of a static cache; every position, length and
+token is read on the device, so a captured launch serves any of them. Sums are fp32; results are
+rounded once, at the store.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
+    rows, n, k, x_stride, out_stride, residual_stride, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GLU: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[m, j] = f(sum_k x'[m, k] w[j, k]), m < rows <= a few BLOCK_M, j < n.
+
+    NORM: x' is x after RMSNorm: the row's factor comes out of the sum, so x is read once. GLU: w
+    has 2n rows and out = silu(gate) * up. RESIDUAL: it is added to the sum. The weight is the left
+    operand: its tile goes from shared memory to the tensor cores, and BLOCK_M may be as small as
+    the rows are few. Bytes: the weight, once; bound: memory. SPLITS programs share a tile of out
+    along k; the last to arrive adds their sums in order, so that the result is always the same.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    j_in, m_in = j < n, m < rows
+    chunk = tl.cdiv(tl.cdiv(k, SPLITS), BLOCK_K) * BLOCK_K
+    first = split * chunk
+    last = tl.minimum(first + chunk, k)
+
+    w_rows = w_ptr + j.to(tl.int64)[:, None] * k
+    x_rows = x_ptr + m.to(tl.int64)[None, :] * x_stride
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    square = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(first, last, BLOCK_K):
+        at = start + kk
+        at_in = at < last
+        w = tl.load(w_rows + at[None, :], mask=j_in[:, None] & at_in[None, :], other=0.0)
+        x = tl.load(x_rows + at[:, None], mask=at_in[:, None] & m_in[None, :], other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            square += tl.sum(wide * wide, 0)
+            g = tl.load(norm_ptr + at, mask=at_in, other=0.0).to(tl.float32)
+            x = (wide * g[:, None]).to(x.dtype)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GLU:
+            w_up = tl.load(
+                w_rows + n.to(tl.int64) * k + at[None, :],
+                mask=j_in[:, None] & at_in[None, :], other=0.0,
+            )  # fmt: skip
+            up = tl.dot(w_up, x, up, input_precision="ieee")
+
+    inside = j_in[:, None] & m_in[None, :]
+    if SPLITS > 1:
+        tl.static_assert(not NORM and not GLU, "a split sum has no norm and no gate")
+        group = tl.program_id(2) * tl.num_programs(0) + tile
+        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        mine = partial_ptr + (group * SPLITS + split) * (BLOCK_N * BLOCK_M)
+        tl.store(mine + cell, acc)
+        tl.debug_barrier()
+        joins = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == SPLITS - 1
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for s in range(tl.where(joins, SPLITS, 0)):
+            theirs = partial_ptr + (group * SPLITS + s) * (BLOCK_N * BLOCK_M)
+            acc += tl.load(theirs + cell, cache_modifier=".cg")
+        if joins:
+            tl.store(counter_ptr + group, 0)
+        inside = j_in[:, None] & (m < tl.where(joins, rows, 0))[None, :]
+
+    if NORM:
+        factor = tl.rsqrt(square / k + eps)[None, :]
+        acc = acc * factor
+        up = up * factor
+    if BIAS:
+        acc += tl.load(bias_ptr + j, mask=j_in, other=0.0).to(tl.float32)[:, None]
+    if GLU:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if RESIDUAL:
+        at = m.to(tl.int64)[None, :] * residual_stride + j[:, None]
+        acc += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    at = m.to(tl.int64)[None, :] * out_stride + j[:, None]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def stream_kernel(
+    x_desc, w_desc, out_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
+    rows, n, k, out_stride, residual_stride,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GLU: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`linear_kernel` for a large weight: both operands come by TMA, so that nothing but the copies
+    and the products is left in the loop. x has passed its norm.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    chunk = tl.cdiv(tl.cdiv(k, SPLITS), BLOCK_K) * BLOCK_K
+    first = split * chunk
+    last = tl.minimum(first + chunk, k)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(first, last, BLOCK_K):
+        w = w_desc.load([tile * BLOCK_N, start])
+        x = x_desc.load([tl.program_id(2) * BLOCK_M, start])
+        acc = tl.dot(w, x.T, acc, input_precision="ieee")
+        if GLU:
+            w_up = w_desc.load([n + tile * BLOCK_N, start])
+            up = tl.dot(w_up, x.T, up, input_precision="ieee")
+
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (j < n)[:, None] & (m < rows)[None, :]
+    if SPLITS > 1:
+        group = tl.program_id(2) * tl.num_programs(0) + tile
+        cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        size: tl.constexpr = BLOCK_N * BLOCK_M * (2 if GLU else 1)
+        mine = partial_ptr + (group * SPLITS + split) * size
+        tl.store(mine + cell, acc)
+        if GLU:
+            tl.store(mine + BLOCK_N * BLOCK_M + cell, up)
+        tl.debug_barrier()
+        joins = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == SPLITS - 1
+        if joins:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for s in tl.static_range(SPLITS):
+                theirs = partial_ptr + (group * SPLITS + s) * size
+                acc += tl.load(theirs + cell, cache_modifier=".cg")
+                if GLU:
+                    up += tl.load(theirs + BLOCK_N * BLOCK_M + cell, cache_modifier=".cg")
+            tl.store(counter_ptr + group, 0)
+        inside = (j < n)[:, None] & (m < tl.where(joins, rows, 0))[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + j, mask=j < n, other=0.0).to(tl.float32)[:, None]
+    if GLU:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if RESIDUAL:
+        at = m.to(tl.int64)[None, :] * residual_stride + j[:, None]
+        acc += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    at = m.to(tl.int64)[None, :] * out_stride + j[:, None]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, k, x_stride, out_stride, eps,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[row] = x[row] / rms(x[row]) * weight; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK_K)
+    inside = at < k
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x) / k + eps) * weight
+    tl.store(out_ptr + row * out_stride + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantise_rows_kernel(x_ptr, out_ptr, scale_ptr, k, BLOCK_K: tl.constexpr):
+    """out[row] = x[row] / scale[row] in e4m3, scale = its largest magnitude / 448."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK_K)
+    x = tl.load(x_ptr + row * k + at, mask=at < k, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x)) / 448.0, 1e-12)
+    tl.store(scale_ptr + row, scale)
+    out = x / scale
+    tl.store(out_ptr + row * k + at, out.to(out_ptr.dtype.element_ty), mask=at < k)
+
+
+@triton.jit
+def silu_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out[row, j] = silu(x[row, j]) * x[row, n + j]; rows are contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    gate = tl.load(x_ptr + row * 2 * n + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * n + n + at, mask=inside, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * n + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _half_heads(ptr, norm_ptr, rope_ptr, position, inside, eps, NORM, HALF, BLOCK_H):
+    """Heads at ptr[i] after RMSNorm (where NORM) and rotary embedding: two halves, fp32.
+
+    position[i] is the row of the rope table, which holds HALF cosines, then HALF sines.
+    """
+    h = tl.arange(0, BLOCK_H)
+    ok = inside[:, None] & (h < HALF)[None, :]
+    a = tl.load(ptr[:, None] + h[None, :], mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(ptr[:, None] + HALF + h[None, :], mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        a *= factor * tl.load(norm_ptr + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+        b *= factor * tl.load(norm_ptr + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)[None, :]
+    rope = rope_ptr + position[:, None] * (2 * HALF) + h[None, :]
+    cos = tl.load(rope, mask=ok, other=0.0)
+    sin = tl.load(rope + HALF, mask=ok, other=0.0)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _attend(q1, q2, k1, k2, v, seen, scale, best, total, acc):
+    """One step of the running softmax: k1, k2 are [HALF, N], v [N, DIM], seen [M, N]."""
+    scores = tl.dot(q1, k1, input_precision="ieee") + tl.dot(q2, k2, input_precision="ieee")
+    scores = tl.where(seen, scores * scale, float("-inf"))
+    new = tl.maximum(best, tl.max(scores, 1))
+    shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
+    probs = tl.exp(scores - shift[:, None])
+    decay = tl.exp(best - shift)
+    total = total * decay + tl.sum(probs, 1)
+    acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+    return new, total, acc
+
+
+@triton.jit
+def attend_kernel(
+    qkv_ptr, keys_ptr, values_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
+    partial_ptr, counter_ptr, scale, eps, max_length, cache_row, cache_head,
+    NORM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[b, t, h] = softmax_j(scale q . k_j) v_j over the cache before lengths[b] and the block.
+
+    qkv [B * TOKENS, (GROUP + 2) * KV_HEADS * DIM] is what the projections give; cache rows are
+    [KV_HEADS, max_length, DIM]. A program owns a part of the context of one (row, kv head) for
+    BLOCK_M of its GROUP * TOKENS queries; the last part also takes the block's own keys and values
+    and writes them into the cache. CAUSAL: token t sees the block up to itself, else all of it.
+    WINDOW > 0: only the last WINDOW positions. The last part to arrive joins all of them, in order.
+    Bytes: 2 KV_HEADS lengths DIM a row, once; bound: latency below some thousand positions, then
+    memory.
+    """
+    HALF: tl.constexpr = DIM // 2
+    part = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + row)
+    qkv_stride = (GROUP + 2) * KV_HEADS * DIM
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_in = m < GROUP * TOKENS
+    token = m % TOKENS
+    q_head = head * GROUP + m // TOKENS
+    q_at = qkv_ptr + (row * TOKENS + token) * qkv_stride + q_head * DIM
+    dtype = qkv_ptr.dtype.element_ty
+    q1, q2 = _half_heads(q_at, q_norm_ptr, rope_ptr, length + token, m_in, eps, NORM, HALF, BLOCK_H)
+    q1, q2 = q1.to(dtype), q2.to(dtype)
+
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    h_in, d_in = h < HALF, d < DIM
+    base = row * cache_row + head * cache_head
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(length - WINDOW + 1, 0).to(tl.int32)
+    count = length.to(tl.int32) - lowest
+    chunk = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_N) * BLOCK_N
+    first = lowest + part * chunk
+    last = tl.minimum(first + chunk, length.to(tl.int32))
+    for start in range(first, last, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        j_in = j < last
+        k_at = keys_ptr + base + j[None, :] * DIM + h[:, None]
+        k_in = h_in[:, None] & j_in[None, :]
+        k1 = tl.load(k_at, mask=k_in, other=0.0)
+        k2 = tl.load(k_at + HALF, mask=k_in, other=0.0)
+        v = tl.load(
+            values_ptr + base + j[:, None] * DIM + d[None, :],
+            mask=j_in[:, None] & d_in[None, :], other=0.0,
+        )  # fmt: skip
+        seen = j_in[None, :]
+        if WINDOW > 0:
+            seen = seen & (j[None, :] > (length + token)[:, None] - WINDOW)
+        best, total, acc = _attend(q1, q2, k1, k2, v, seen, scale, best, total, acc)
+
+    if part == SPLITS - 1:
+        t = tl.arange(0, BLOCK_T)
+        t_in = t < TOKENS
+        kv_at = qkv_ptr + (row * TOKENS + t) * qkv_stride + (GROUP * KV_HEADS + head) * DIM
+        k1, k2 = _half_heads(
+            kv_at, k_norm_ptr, rope_ptr, length + t, t_in, eps, NORM, HALF, BLOCK_H
+        )
+        k1, k2 = k1.to(dtype), k2.to(dtype)
+        v = tl.load(
+            kv_at[:, None] + KV_HEADS * DIM + d[None, :],
+            mask=t_in[:, None] & d_in[None, :], other=0.0,
+        )  # fmt: skip
+        if tile == 0:
+            keep = t_in & (length + t < max_length)
+            at = base + (length + t) * DIM
+            k_keep = keep[:, None] & h_in[None, :]
+            tl.store(keys_ptr + at[:, None] + h[None, :], k1, mask=k_keep)
+            tl.store(keys_ptr + at[:, None] + HALF + h[None, :], k2, mask=k_keep)
+            v_keep = keep[:, None] & d_in[None, :]
+            tl.store(values_ptr + at[:, None] + d[None, :], v, mask=v_keep)
+        seen = t_in[None, :]
+        if CAUSAL:
+            seen = seen & (t[None, :] <= token[:, None])
+        if WINDOW > 0:
+            seen = seen & (t[None, :] > token[:, None] - WINDOW)
+        k1, k2 = tl.trans(k1), tl.trans(k2)
+        best, total, acc = _attend(q1, q2, k1, k2, v, seen, scale, best, total, acc)
+
+    if SPLITS > 1:
+        group = (row * KV_HEADS + head) * TILES + tile
+        size = BLOCK_M * (BLOCK_D + 2)
+        i = tl.arange(0, BLOCK_M)
+        cell = i[:, None] * BLOCK_D + d[None, :]
+        mine = partial_ptr + (group * SPLITS + part) * size
+        tl.store(mine + i, best)
+        tl.store(mine + BLOCK_M + i, total)
+        tl.store(mine + 2 * BLOCK_M + cell, acc)
+        tl.debug_barrier()
+        joins = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == SPLITS - 1
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for s in range(tl.where(joins, SPLITS, 0)):
+            theirs = partial_ptr + (group * SPLITS + s) * size
+            their_best = tl.load(theirs + i, cache_modifier=".cg")
+            new = tl.maximum(best, their_best)
+            shift = tl.where(new == float("-inf"), 0.0, new)
+            ours, others = tl.exp(best - shift), tl.exp(their_best - shift)
+            total = total * ours + others * tl.load(theirs + BLOCK_M + i, cache_modifier=".cg")
+            their_acc = tl.load(theirs + 2 * BLOCK_M + cell, cache_modifier=".cg")
+            acc = acc * ours[:, None] + their_acc * others[:, None]
+            best = new
+        if joins:
+            tl.store(counter_ptr + group, 0)
+        m_in = m < tl.where(joins, GROUP * TOKENS, 0)
+
+    out_at = out_ptr + (row * TOKENS + token) * (GROUP * KV_HEADS * DIM) + q_head * DIM
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_at[:, None] + d[None, :], out, mask=m_in[:, None] & d_in[None, :])
+
+
+@triton.jit
+def rotate_store_kernel(
+    qkv_ptr, cache_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, eps, max_length,
+    cache_layer, cache_value, cache_row, cache_head,
+    NORM: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Norms and rotary of many tokens: queries in place, keys and values into the cache.
+
+    qkv [B * TOKENS, LAYERS, HEADS + 2 KV_HEADS, DIM]: a prompt's (one layer), or the context of all
+    drafter layers (no queries, HEADS = 0; k_norm [LAYERS, DIM]). One program a (token, layer).
+    """
+    HALF: tl.constexpr = DIM // 2
+    index = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1)
+    row, token = index // TOKENS, index % TOKENS
+    length = tl.load(lengths_ptr + row) + token
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    h_in = (h < HALF)[None, :]
+    dtype = cache_ptr.dtype.element_ty
+    base = qkv_ptr + (index * LAYERS + layer) * ((HEADS + 2 * KV_HEADS) * DIM)
+    if HEADS > 0:
+        q_head = tl.arange(0, BLOCK_Q)
+        q_in = q_head < HEADS
+        q_at = base + q_head * DIM
+        q1, q2 = _half_heads(
+            q_at, q_norm_ptr, rope_ptr, length + q_head * 0, q_in, eps, NORM, HALF, BLOCK_H
+        )
+        q_keep = q_in[:, None] & h_in
+        tl.store(q_at[:, None] + h[None, :], q1.to(dtype), mask=q_keep)
+        tl.store(q_at[:, None] + HALF + h[None, :], q2.to(dtype), mask=q_keep)
+    head = tl.arange(0, BLOCK_R)
+    position = length + head * 0  # one a head
+    head_in = head < KV_HEADS
+    k_at = base + (HEADS + head) * DIM
+    k1, k2 = _half_heads(
+        k_at, k_norm_ptr + layer * DIM, rope_ptr, position, head_in, eps, NORM, HALF, BLOCK_H
+    )
+    keep = head_in & (position < max_length)
+    at = cache_ptr + layer.to(tl.int64) * cache_layer + row * cache_row + position * DIM
+    at = at + head * cache_head
+    tl.store(at[:, None] + h[None, :], k1.to(dtype), mask=keep[:, None] & h_in)
+    tl.store(at[:, None] + HALF + h[None, :], k2.to(dtype), mask=keep[:, None] & h_in)
+    v_keep = keep[:, None] & (d < DIM)[None, :]
+    v = tl.load(k_at[:, None] + KV_HEADS * DIM + d[None, :], mask=v_keep, other=0.0)
+    tl.store(at[:, None] + cache_value + d[None, :], v, mask=v_keep)
+
+
+@triton.jit
+def embed_kernel(
+    anchors_ptr, drafts_ptr, table_ptr, out_ptr, mask_id, k, vocab,
+    TOKENS: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of the embedding: each row's anchor, then its drafts, or (MASKED) the mask token.
+
+    An id that is no id (-1: no draft here) takes row 0: what follows it is not kept.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row, token = index // TOKENS, index % TOKENS
+    anchor = tl.load(anchors_ptr + row)
+    if MASKED:
+        chosen = tl.where(token == 0, anchor, mask_id)
+    else:
+        at = tl.maximum(row * (TOKENS - 1) + token - 1, 0)
+        draft = tl.load(drafts_ptr + at, mask=token > 0, other=0)
+        chosen = tl.where(token == 0, anchor, draft)
+    chosen = tl.minimum(tl.maximum(chosen, 0), vocab - 1)
+    at = tl.arange(0, BLOCK_K)
+    x = tl.load(table_ptr + chosen * k + at, mask=at < k, other=0.0)
+    tl.store(out_ptr + index * k + at, x, mask=at < k)
+
+
+@triton.jit
+def commit_kernel(
+    tokens_ptr, accepted_ptr, status_ptr, anchors_ptr, lengths_ptr, limits_ptr, line_ptr,
+    DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The end of a cycle for one row: its new anchor and length, and a line for the host.
+
+    line = [accepted, status, tokens...]. lengths stops at limits: queued cycles of a row that is
+    done, or of no request (limit 0), stay inside the cache.
+    """
+    row = tl.program_id(0)
+    accepted = tl.load(accepted_ptr + row)
+    at = tl.arange(0, BLOCK)
+    inside = at < DRAFTS + 1
+    tokens = tl.load(tokens_ptr + row * (DRAFTS + 1) + at, mask=inside, other=0)
+    line = line_ptr + row * (DRAFTS + 3)
+    tl.store(line, accepted.to(tl.int64))
+    tl.store(line + 1, tl.load(status_ptr + row).to(tl.int64))
+    tl.store(line + 2 + at, tokens, mask=inside)
+    anchor = tl.sum(tl.where(at == accepted, tokens, 0))
+    tl.store(anchors_ptr + row, tl.maximum(anchor, 0))
+    length = tl.load(lengths_ptr + row) + accepted + 1
+    tl.store(lengths_ptr + row, tl.minimum(length, tl.load(limits_ptr + row)))

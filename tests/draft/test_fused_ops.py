@@ -1,0 +1,212 @@
+"""The layer steps in Triton against their Torch twins; under the interpreter in fp32."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from domino_draft import fused_ops as ops
+
+
+def close(got, expected, tolerance):
+    error = (got.double() - expected.double()).abs().max().item()
+    scale = max(expected.double().abs().max().item(), 1.0)
+    assert error <= tolerance * scale, f"{error} of {scale}"
+
+
+def twin(function, *args, **kwargs):
+    """The Torch algebra, in fp64 where a tensor is a float."""
+    wide = [a.cpu().double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+    wide = [a.cpu() if torch.is_tensor(a) else a for a in wide]
+    kept = ops._interpret
+    ops._interpret = False
+    try:
+        return function(*wide, **kwargs)
+    finally:
+        ops._interpret = kept
+
+
+def check_linear(device, dtype, tolerance):
+    workspace = ops.Workspace(device)
+    torch.manual_seed(1)
+    for rows, n, k in [(1, 40, 48), (5, 96, 80), (16, 64, 288), (33, 48, 64)]:
+        x = torch.randn(rows, 2 * k, device=device, dtype=dtype)[:, :k]
+        weight = torch.randn(n, k, device=device, dtype=dtype) / k**0.5
+        norm = torch.randn(k, device=device, dtype=dtype), 1e-5
+        wide_norm = norm[0].cpu().double(), 1e-5
+        bias = torch.randn(n, device=device, dtype=dtype)
+        residual = torch.randn(rows, 2 * n, device=device, dtype=dtype)[:, :n]
+        cpu = lambda t: t.cpu().double()  # noqa: E731
+        got = ops.linear(x, weight, workspace, norm=norm, bias=bias)
+        close(
+            got.cpu(), twin(ops.linear, x, weight, None, norm=wide_norm, bias=cpu(bias)), tolerance
+        )
+        got = ops.linear(x, weight, workspace, norm=norm, glu=True)
+        close(got.cpu(), twin(ops.linear, x, weight, None, norm=wide_norm, glu=True), tolerance)
+        expected = twin(ops.linear, x, weight, None, residual=cpu(residual))
+        for splits, stream in ((1, False), (3, False), (1, True), (2, True)):
+            plan = ops.LinearPlan(32, 32, splits, 4, 3, stream)
+            if n % 64 == 0 and (stream or splits == 1):
+                got = ops.linear(x, weight, workspace, norm=norm, glu=True, plan=plan)
+                wide = twin(ops.linear, x, weight, None, norm=wide_norm, glu=True)
+                close(got.cpu(), wide, tolerance)
+            held = residual.clone()
+            into = torch.empty(rows, 3 * n, device=device, dtype=dtype)[:, :n]
+            first = ops.linear(x, weight, workspace, residual=held, out=into, plan=plan)
+            second = ops.linear(x, weight, workspace, residual=held, out=held, plan=plan)
+            close(first.cpu(), expected, tolerance)
+            assert torch.equal(first, second)  # whatever the order of arrival
+            assert not workspace.counters.any()
+
+
+def check_rows(device, dtype, tolerance):
+    torch.manual_seed(2)
+    for rows, k in [(1, 32), (7, 100)]:
+        x = torch.randn(rows, k + 4, device=device, dtype=dtype)[:, :k]
+        weight = torch.randn(k, device=device, dtype=dtype)
+        close(ops.rms_norm(x, weight, 1e-6).cpu(), twin(ops.rms_norm, x, weight, 1e-6), tolerance)
+        gates = torch.randn(rows, 2 * k, device=device, dtype=dtype)
+        close(ops.silu_mul(gates).cpu(), twin(ops.silu_mul, gates), tolerance)
+
+
+SHAPES = [  # tokens, heads, kv heads, dim
+    (1, 9, 3, 64),
+    (16, 4, 2, 32),
+    (5, 4, 2, 8),
+    (17, 8, 2, 16),
+]
+FORMS = [dict(), dict(causal=False), dict(window=6), dict(normed=True, causal=False)]
+
+
+def check_attend(device, dtype, tolerance, forms, tokens, heads, kv_heads, dim):
+    torch.manual_seed(tokens)
+    lengths = torch.tensor([0, 5, 64, 99, 126], device=device)
+    batch, room = 5, 128
+    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 160)
+    workspace = ops.Workspace(device)
+    for form in forms:
+        form = dict(form)
+        normed = form.pop("normed", False)
+        qkv = torch.randn(batch * tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+        keys, values = torch.randn(2, batch + 1, kv_heads, room, dim, device=device, dtype=dtype)
+        for row, length in enumerate(lengths.tolist()):
+            keys[row, :, length:] = values[row, :, length:] = float("nan")  # not to be read
+        settings = dict(heads=heads, scale=dim**-0.5, eps=1e-6, **form)
+        norms = torch.randn(2, dim, device=device, dtype=dtype)
+        given = dict(q_norm=norms[0], k_norm=norms[1]) if normed else {}
+        wide = {name: norm.cpu().double() for name, norm in given.items()}
+        wide_keys, wide_values = keys.cpu().double(), values.cpu().double()
+        expected = twin(
+            ops.attend, qkv, wide_keys, wide_values, lengths, rope, None, **settings, **wide
+        )
+        inside = lengths.cpu()[:, None] + torch.arange(tokens) < room
+        if not form.get("causal", True):
+            inside &= inside[:, -1:]  # a block that reaches over the end is not seen whole
+        for plan in (
+            ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1), None
+        ):  # fmt: skip
+            k, v = keys.clone(), values.clone()
+            got = ops.attend(qkv, k, v, lengths, rope, workspace, plan=plan, **settings, **given)
+            shape = (batch, tokens, heads * dim)
+            close(got.cpu().view(shape)[inside], expected.view(shape)[inside], tolerance)
+            assert not workspace.counters.any()
+            for row, length in enumerate(lengths.tolist()):
+                end = min(length + tokens, room)
+                close(k[row, :, :end].cpu(), wide_keys[row, :, :end], tolerance)
+                close(v[row, :, :end].cpu(), wide_values[row, :, :end], tolerance)
+                assert end == room or k[row, :, end:].isnan().all()
+            assert torch.equal(k[batch], keys[batch])
+
+
+def check_rotate_store(device, dtype, tolerance):
+    """As for a prompt (queries, with and without norms), and for the context of two layers."""
+    torch.manual_seed(3)
+    kv_heads, room, dim, batch, tokens = 3, 24, 16, 3, 5
+    lengths = torch.tensor([0, 9, 21], device=device)
+    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 40)
+    for layers, heads, normed in [(1, 6, True), (1, 6, False), (2, 0, True)]:
+        shape = layers, 2, batch + 1, kv_heads, room, dim
+        cache = torch.zeros(shape, device=device, dtype=dtype)
+        width = layers * (heads + 2 * kv_heads) * dim
+        qkv = torch.randn(batch * tokens, width, device=device, dtype=dtype)
+        norms = torch.randn(layers + 1, dim, device=device, dtype=dtype)
+        given = dict(q_norm=norms[0], k_norm=norms[1:]) if normed else {}
+        wide = {name: norm.cpu().double() for name, norm in given.items()}
+        wide_qkv, wide_cache = qkv.cpu().double(), cache.cpu().double()
+        settings = dict(heads=heads, eps=1e-6)
+        twin(ops.rotate_store, wide_qkv, wide_cache, lengths, rope, **settings, **wide)
+        ops.rotate_store(qkv, cache, lengths, rope, **settings, **given)
+        assert wide_cache.any()
+        close(cache.cpu(), wide_cache, tolerance)
+        close(qkv.cpu(), wide_qkv, tolerance)
+
+
+def check_ends(device):
+    """The first and last step of a cycle: ids and lengths, exactly."""
+    from domino_kernels.ops.verify import VerifyResult
+
+    table = torch.randn(11, 24, device=device)
+    anchors = torch.tensor([3, 10], device=device)
+    drafts = torch.tensor([[4, -1], [0, 9]], device=device)
+    got = ops.embed(anchors, table, 3, drafts=drafts)
+    assert torch.equal(got, table[torch.tensor([3, 4, 0, 10, 0, 9], device=device)])
+    got = ops.embed(anchors, table, 3, mask_id=7)
+    assert torch.equal(got, table[torch.tensor([3, 7, 7, 10, 7, 7], device=device)])
+
+    tokens = torch.tensor([[4, 8, -1], [-1, -1, -1], [1, 2, 3]], device=device)
+    accepted = torch.tensor([1, 0, 2], dtype=torch.int32, device=device)
+    status = torch.tensor([0, 1, 0], dtype=torch.uint8, device=device)
+    result = VerifyResult(tokens, accepted, accepted, tokens.float(), status)
+    lengths = torch.tensor([7, 5, 20], device=device)
+    limits = torch.tensor([30, 30, 21], device=device)
+    anchors, line = torch.zeros_like(lengths), torch.zeros(3, 5, dtype=torch.int64, device=device)
+    ops.commit(result, anchors, lengths, limits, line)
+    assert anchors.tolist() == [8, 0, 3] and lengths.tolist() == [9, 6, 21]
+    assert line.tolist() == [[1, 0, 4, 8, -1], [0, 1, -1, -1, -1], [2, 0, 1, 2, 3]]
+
+
+def check_all(device, dtype, tolerance):
+    check_linear(device, dtype, tolerance)
+    check_rows(device, dtype, tolerance)
+    for i, shape in enumerate(SHAPES):
+        # Every form under the interpreter; on a GPU, where each is a compilation, two a shape.
+        forms = FORMS if device == "cpu" else (FORMS[i % 4], FORMS[(i + 1) % 4])
+        check_attend(device, dtype, tolerance, forms, *shape)
+    check_rotate_store(device, dtype, tolerance)
+
+
+if __name__ == "__main__":
+    ops._interpret = True
+    check_all("cpu", torch.float32, 4e-6)
+    check_ends("cpu")
+    print("interpreted")
+
+
+def test_ends_of_a_cycle():
+    check_ends("cpu")
+
+
+def test_interpreted():
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "interpreted" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype,tolerance",
+    [(torch.float32, 4e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)],
+    ids=str,
+)
+def test_cuda(dtype, tolerance):
+    check_all("cuda", dtype, tolerance)
+    check_ends("cuda")
