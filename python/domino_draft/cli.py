@@ -57,7 +57,7 @@ _DRAFTER = click.option(
     "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
 )
 _DRAFTERS = click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K]",
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K|@auto]",
     help="Folder, shipped or ngram; its name in the report; its drafts a cycle. Repeatable.",
 )  # fmt: skip
 _SAMPLING = _options(
@@ -351,7 +351,7 @@ def evaluate(
         _write(Path(json_file), json.dumps(report) + "\n")
 
 
-def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict[str, int]]:
+def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict[str, int | str]]:
     """Drafters by their names in a report, and how many drafts those have been asked for."""
     from .loading import load_drafter
 
@@ -370,10 +370,12 @@ def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict[s
     return tools, asked
 
 
-def _drafter_entry(entry: str) -> tuple[str, str, int | None]:
-    """[NAME=]FOLDER[@K] as (name, folder, K)."""
+def _drafter_entry(entry: str) -> tuple[str, str, int | str | None]:
+    """[NAME=]FOLDER[@K] as (name, folder, K); K may be "auto": what pays."""
     name, _, place = entry.rpartition("=")
     folder, _, drafts = place.rpartition("@")
+    if folder and drafts == "auto":
+        return name or Path(place).name, folder, drafts
     if not (folder and drafts.isdecimal()):
         folder, drafts = place, ""
     if drafts and int(drafts) < 1:

@@ -27,40 +27,46 @@ class Batch:
     """The rows being decoded: what a drafter may look at.
 
     tokens[b] holds row b's committed tokens, prompt first, the anchor last; anchors int64 [B] is
-    that last token on the device. Rows that finish leave the batch (`DraftSession.select`).
+    that last token on the device; requests[b] names the text in row b, wherever it has moved to.
     """
 
     tokens: list[list[int]]
     anchors: Tensor
+    requests: list[int]
 
 
 class DraftSession(Protocol):
-    """A drafter's state for one batch."""
+    """A drafter's state for static rows that texts join and leave, all empty at first."""
 
-    def commit(self, features: Tensor | None, counts: Tensor, host_counts: Sequence[int]) -> None:
+    def commit(
+        self, features: Tensor | None, counts: Tensor, host_counts: Sequence[int], first: int = 0
+    ) -> None:
         """Take the hidden states of tokens that the target has just kept.
 
-        features [B, T, len(feature_layers) * H]: row b's first counts[b] columns continue its
-        context; None when feature_layers is empty. counts int64 [B] equals host_counts. Called
-        once for the prompts and once a cycle, with the anchor's position as the new context end.
+        For rows first .. first + len(host_counts) - 1. features [B, T, len(feature_layers) * H]:
+        row b's first counts[b] columns continue its context; None when feature_layers is empty.
+        counts int64 [B] equals host_counts. A new row gets its prompt in one or more calls, and a
+        running row one call a cycle, with the anchor's position as the new context end. A call that
+        raises must leave the context as it was.
         """
 
     def propose(self, batch: Batch, num_drafts: int) -> Tensor:
-        """Draft tokens int64 [B, k], k <= num_drafts (0 too); -1 where a row proposes nothing."""
+        """Draft tokens int64 [B, k] for the first rows, those of the batch; k <= num_drafts (0
+        too), -1 where a row proposes nothing."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in this order."""
+        """Keep only these rows, as rows 0, 1, ...; those behind them are empty again."""
 
 
 class Drafter(Protocol):
-    """What `generate` asks of a drafter; `DominoDrafter` and `NgramDrafter` are two."""
+    """What decoding asks of a drafter; `DominoDrafter` and `NgramDrafter` are two."""
 
     feature_layers: Sequence[int]  # target layers whose outputs `commit` gets, () for none
     default_drafts: int
     max_drafts: int
 
-    def begin(self, target: Target, batch: Batch, max_length: int) -> DraftSession:
-        """A session for this batch; no row will ever hold more than max_length tokens."""
+    def begin(self, target: Target, rows: int, max_length: int) -> DraftSession:
+        """A session of so many rows, none of which will ever hold more than max_length tokens."""
 
 
 class DominoDrafter(DFlashBackbone):
@@ -103,10 +109,10 @@ class DominoDrafter(DFlashBackbone):
     def default_drafts(self) -> int:
         return self.config.block_size - 1
 
-    def begin(self, target: Target, batch: Batch, max_length: int) -> DominoSession:
-        """A session for `generate` (see `Drafter`)."""
+    def begin(self, target: Target, rows: int, max_length: int) -> DominoSession:
+        """A session of static rows (see `Drafter`)."""
         self.check_target(target)
-        return DominoSession(self, target, len(batch.tokens), max_length)
+        return DominoSession(self, target, rows, max_length)
 
     def check_target(self, target: Target) -> None:
         """Refuse a target that this drafter was not made for.
@@ -187,20 +193,23 @@ class DominoDrafter(DFlashBackbone):
 
 
 class DominoSession:
-    """A DominoDrafter's state for one batch: the context keys and values of its rows.
+    """A DominoDrafter's state: the context keys and values of its rows.
 
     The block's own rows are written behind the context and never kept.
     """
 
-    def __init__(self, drafter: DominoDrafter, target: Target, batch: int, max_length: int):
+    def __init__(self, drafter: DominoDrafter, target: Target, rows: int, max_length: int):
         self.drafter, self.target = drafter, target
         config = drafter.config.resolve_mask_token(target.tokenizer)
         self.config = config
-        self.cache = RowCache(batch, max_length + config.block_size, target.device)
+        self.cache = RowCache(rows, max_length + config.block_size, target.device)
         self.mask_embed = target.embedding[config.mask_token_id]
         self.head = drafter.head.weights(target.embedding) if drafter.head else None
 
-    def commit(self, features: Tensor, counts: Tensor, host_counts: Sequence[int]) -> None:
+    def commit(
+        self, features: Tensor, counts: Tensor, host_counts: Sequence[int], first: int = 0
+    ) -> None:
+        self.cache.focus(first, len(host_counts))
         positions = self.cache.positions(features.shape[1])
         for layer, (k, v) in enumerate(self.drafter.context_kv(features, positions)):
             self.cache.update(k, v, layer)
@@ -209,6 +218,7 @@ class DominoSession:
     def propose(self, batch: Batch, num_drafts: int) -> Tensor:
         from domino_kernels import draft_chain
 
+        self.cache.focus(0, len(batch.tokens))
         config, slots = self.config, self.config.slots_for(num_drafts)
         anchors = self.target.embed(batch.anchors)[:, None]
         block = torch.cat((anchors, self.mask_embed.expand(len(anchors), slots - 1, -1)), dim=1)

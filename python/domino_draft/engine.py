@@ -1,4 +1,15 @@
-"""Continuous batching: requests join a batch, go through the cycle of `decode.py`, and leave it."""
+"""Continuous batching: requests join a batch, go through cycles, and leave it.
+
+One cycle (arXiv 2605.29707, inference): the anchor is the last committed token, whose keys the
+target does not hold yet. The drafter proposes K tokens after it; the target runs anchor and drafts
+in one forward; `verify_chain` keeps a prefix of n drafts and adds one token of its own, so a cycle
+emits n + 1 tokens. The target's cache keeps the anchor and the n drafts; their hidden states become
+the drafter's context. With greedy decoding the output is the target's own; with a temperature every
+token follows the target's law.
+
+The rows in use are always the first. A new text is prefilled in the rows behind them and so joins
+without a copy; where one leaves, the last takes its place.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +19,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from .decode import _Loop, prompt_ids
-from .drafter import Drafter
-from .slots import SlotBatch, SlotCache, begin_slots
+from domino_kernels import verify_chain
+
+from . import requests as checks
+from .cache import RowCache
+from .cycle import Cycle, Pending
+from .drafter import Batch, DominoDrafter, Drafter
+from .fused import CannotFuse
+from .policy import DraftLength
 
 if TYPE_CHECKING:
     from .target import Target
 
 PREFILL_TOKENS = 8192  # of a forward over prompts, padding included
+AHEAD = 2  # cycles queued before the first of them is read, so that the GPU never waits
 
 
 @dataclass(frozen=True)
@@ -45,9 +63,13 @@ class _Request:
     seed: int
     stops: frozenset[int]
     emitted: int = 0
+    done: bool = False
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)  # and what has been emitted
 
 
-class Engine(_Loop):
+class Engine:
     """Continuous batching: add requests at any time, step, cancel.
 
     ::
@@ -63,20 +85,27 @@ class Engine(_Loop):
     a request whose prompt finds no memory, or whose logits are NaN, ends in a chunk with an error.
     One thread at a time.
 
-    The cycle is that of `generate`; how rows join and leave it is written here.
+    On a GPU the cycle of a Llama-type target, alone or with a DominoDrafter, runs as one captured
+    graph (`cycle.py`); other models and drafters run their stock forward. `mode` says which and
+    why. `warmup` captures beforehand what would be captured on first use.
 
     Args:
         drafter: None is the target alone, in the same loop.
         max_batch: requests that run at once; others wait, first come, first served.
         max_length: prompt and new tokens of one request. The caches are made for max_batch requests
             of this length (`estimate_memory`).
-        num_drafts: tokens drafted a cycle, up to drafter.max_drafts.
+        num_drafts: tokens drafted a cycle, up to drafter.max_drafts; "auto": between 0 and the
+            drafter's default, by what pays (`policy.py`; captured cycles only). What is drawn with
+            a temperature then depends on the choice, its law does not.
         prefill_tokens: tokens in one forward over prompts. Several short prompts share one, a
             longer one is run in pieces.
+        fp8_draft_head: draft with a copy of the LM head in fp8, half its bytes. The target's own
+            head stays, so the output does. Fused layers only.
+        fused: True, the fused layers or an error; False, the stock forward; None, the fused layers
+            on a GPU, where the model allows it.
 
     Raises:
         ValueError: a setting out of range, a drafter that does not fit the target.
-        TypeError: a drafter without sessions for an engine (`slots.begin_slots`).
     """
 
     def __init__(
@@ -86,8 +115,10 @@ class Engine(_Loop):
         *,
         max_batch: int,
         max_length: int,
-        num_drafts: int | None = None,
+        num_drafts: int | str | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
+        fp8_draft_head: bool = False,
+        fused: bool | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -102,21 +133,59 @@ class Engine(_Loop):
                 "positions that the target was made for"
             )
         self.target, self.max_batch, self.max_length = target, max_batch, max_length
-        self.num_drafts = check_num_drafts(drafter, num_drafts)
+        auto, num_drafts = num_drafts == "auto", None if num_drafts == "auto" else num_drafts
+        self.num_drafts = checks.num_drafts("Engine: num_drafts", drafter, num_drafts)
         self.prefill_tokens = prefill_tokens
         self.layers = tuple(drafter.feature_layers) if drafter is not None else ()
         # A row at its last token may still run a whole block.
         room = max_length + self.num_drafts + 1
-        self.cache = SlotCache(max_batch, room, target.device)
+        self.cache = RowCache(max_batch, room, target.device)
         self.session = None
         if drafter is not None:
-            self.session = begin_slots(drafter, target, max_batch, room)
+            self.session = drafter.begin(target, max_batch, room)
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._added = 0
         self._joined = False  # the last step took requests in
-        self.batch = SlotBatch([], torch.empty(0), [])
+        self._queued: deque[tuple[Pending, int, list[_Request]]] = deque()
+        self._fused, self.mode = self._make_cycle(drafter, fused, fp8_draft_head)
+        choose = auto and self.num_drafts and self._fused is not None
+        self._policy = DraftLength(self.num_drafts) if choose else None
+        self.batch = Batch([], torch.empty(0), [])
         self._keep([])
+
+    def _make_cycle(self, drafter, fused: bool | None, fp8: bool) -> tuple[Cycle | None, str]:
+        on_gpu = self.target.device.type == "cuda"
+        if fp8 and (drafter is None or not (on_gpu or fused)):
+            raise ValueError(
+                "Engine: fp8_draft_head: got True, expected a drafter and the fused layers"
+            )
+        if fused is False or (fused is None and not on_gpu):
+            return None, "stock forward"
+        try:
+            if not isinstance(drafter, DominoDrafter | None):
+                raise CannotFuse(f"a {type(drafter).__name__} drafts on the host")
+            cycle = Cycle(
+                self.target, self.session, self.cache, self.max_batch, self.num_drafts, fp8
+            )
+        except CannotFuse as reason:
+            if fused or fp8:
+                raise ValueError(
+                    f"Engine: fused: got True, but the model cannot: {reason}"
+                ) from None
+            return None, f"stock forward: {reason}"
+        return cycle, "captured" if on_gpu else "fused"
+
+    def warmup(self, batch_sizes: Iterable[int] | None = None, *, sampled: bool = False) -> None:
+        """Capture the cycles of these batch sizes (default: all up to max_batch).
+
+        sampled: those of requests with a temperature too.
+        """
+        if self._fused is not None:
+            sizes = range(1, self.max_batch + 1) if batch_sizes is None else batch_sizes
+            with torch.inference_mode():
+                drafts = self._policy.choices if self._policy else [self.num_drafts]
+                self._fused.warmup(sizes, drafts, (True, False) if sampled else (True,))
 
     @property
     def num_waiting(self) -> int:
@@ -145,21 +214,19 @@ class Engine(_Loop):
                 not fit max_length with its new tokens, or a setting is out of range. The request is
                 not taken and the others do not notice.
         """
-        ids = prompt_ids("add: prompt", self.target, prompt)
-        if max_new_tokens < 1:
-            raise ValueError(f"add: max_new_tokens: got {max_new_tokens}, expected at least 1")
+        ids = checks.prompt_ids("add: prompt", self.target, prompt)
+        max_new_tokens = checks.new_tokens("add: max_new_tokens", max_new_tokens)
         if len(ids) + max_new_tokens > self.max_length:
             raise ValueError(
                 f"add: prompt: got {len(ids)} tokens and max_new_tokens {max_new_tokens}, expected "
                 f"at most {self.max_length} positions in all"
             )
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"add: temperature: got {temperature}, expected finite and >= 0")
+        (temperature,) = checks.temperatures("add: temperature", temperature, 1)
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"add: seed: got {seed}, expected 64 bits with a sign")
         stops = self.target.stop_token_ids if stop_token_ids is None else stop_token_ids
         request = _Request(
-            self._added, ids, int(max_new_tokens), float(temperature), int(seed), frozenset(stops)
+            self._added, ids, max_new_tokens, temperature, int(seed), frozenset(stops)
         )
         self._added += 1
         self._waiting.append(request)
@@ -172,11 +239,12 @@ class Engine(_Loop):
             if waiting.id == request:
                 self._waiting.remove(waiting)
                 return True
-        alive = [b for b, running in enumerate(self._running) if running.id != request]
-        if len(alive) == len(self._running):
-            return False
-        self._keep(alive)
-        return True
+        for running in self._running:
+            if running.id == request:
+                running.done = True  # cycles that are queued still hold it
+                self._keep([b for b, r in enumerate(self._running) if not r.done])
+                return True
+        return False
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
@@ -202,14 +270,44 @@ class Engine(_Loop):
     __iter__ = run
 
     def _advance(self) -> list[Chunk]:
+        if self._fused is not None:
+            return self._advance_fused()
         lengths = self.cache.host_lengths
         try:
-            lines, _ = self._cycle()
+            lines = self._cycle()
         except BaseException:
             self.cache.rewind(lengths)
             self._keep(range(len(self._running)))
             raise
         return self._deliver(0, lines, cycle=True)
+
+    def _advance_fused(self) -> list[Chunk]:
+        """Keep AHEAD cycles queued and read the oldest. Rows that its tokens end are let go then:
+        what later cycles did to them is not looked at."""
+        chunks: list[Chunk] = []
+        while not chunks and self._running:
+            while len(self._queued) < AHEAD:
+                rows, drafts = len(self._running), self.num_drafts
+                if self._policy is not None:
+                    costs = self._fused.costs(rows, self._policy.choices, self.greedy)
+                    drafts = self._policy.choose(costs)
+                cycle = self._fused.queue(rows, drafts, self.greedy)
+                self._queued.append((cycle, drafts, list(self._running)))
+            cycle, drafts, requests = self._queued.popleft()
+            live = [(r, line) for r, line in zip(requests, cycle.lines()) if not r.done]
+            chunks += [self._take(request, line, True) for request, line in live]
+            if self._policy is not None:
+                self._policy.observe(drafts, [line[0] for _, line in live])
+        alive = [b for b, request in enumerate(self._running) if not request.done]
+        if len(alive) < len(self._running):
+            self._keep(alive)
+        return chunks
+
+    def _take(self, request: _Request, line: list[int], cycle: bool) -> Chunk:
+        chunk = self._chunk(request, line, cycle)
+        request.tokens += chunk.tokens
+        request.done = chunk.finish is not None
+        return chunk
 
     def _next_group(self) -> list[_Request]:
         """The waiting requests that the next prefill takes: one at least, within its tokens."""
@@ -224,7 +322,7 @@ class Engine(_Loop):
     def _admit(self, group: list[_Request]) -> list[Chunk]:
         first = len(self._running)
         self._running += group
-        self.batch.tokens += [list(r.prompt) for r in group]
+        self.batch.tokens += [r.tokens for r in group]
         try:
             lines = self._prefill(first)
         except torch.OutOfMemoryError as error:
@@ -259,10 +357,12 @@ class Engine(_Loop):
             held = [min(n - start, piece.shape[1]) for n in lengths]
             # The head runs at the few columns in which a prompt ends, not over the prompts.
             ends = sorted({n - 1 for n in held})
-            logits, features = self.target.forward(
-                piece, self.cache, layers=self.layers, keep=torch.tensor(ends, device=device)
-            )
-            counts = torch.tensor(held, device=device)
+            keep, counts = torch.tensor(ends, device=device), torch.tensor(held, device=device)
+            if self._fused is not None:
+                logits = self._fused.prefill(piece, first, start, keep)
+                self.cache.advance(counts, held)
+                continue
+            logits, features = self.target.forward(piece, self.cache, layers=self.layers, keep=keep)
             self.cache.advance(counts, held)
             if self.session:
                 self.session.commit(features, counts, held, first)
@@ -270,14 +370,40 @@ class Engine(_Loop):
         logits = logits[torch.arange(len(prompts), device=device), column][:, None]
         drafts = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
         self._set_law(self._running[first:])
-        return self._host(self._verify(logits, drafts, self.cache.lengths - 1))[0]
+        return _lines(self._verify(logits, drafts, self.cache.lengths - 1))
 
-    def _host(self, result) -> tuple[list[list[int]], list[int]]:
-        """[drafts kept, status, tokens ...] of every row, and how many tokens: the one host read of
-        a cycle. Unusable logits are not an error of all rows."""
-        accepted, status = result.num_accepted[:, None], result.status[:, None]
-        table = torch.cat((accepted, status, result.tokens), dim=1).tolist()
-        return table, [line[0] + 1 for line in table]
+    def _cycle(self) -> list[list[int]]:
+        """A cycle by the stock forward, with the drafter's session on the host's side."""
+        anchors = self.batch.anchors[:, None]
+        if self.session:
+            drafts = self.session.propose(self.batch, self.num_drafts)
+        else:
+            drafts = anchors[:, :0]
+        block = torch.cat((anchors, drafts.clamp(min=0)), dim=1)
+        logits, features = self.target.forward(block, self.cache, layers=self.layers)
+        result = self._verify(logits, drafts, self.cache.lengths)
+        self.batch.anchors = result.tokens.gather(1, result.num_accepted[:, None].long())[:, 0]
+        lines = _lines(result)
+        counts = [line[0] + 1 for line in lines]
+        kept = result.num_accepted.to(torch.int64) + 1
+        self.cache.advance(kept, counts)
+        if self.session:
+            if features is not None:
+                features = features[:, : max(counts)]
+            self.session.commit(features, kept, counts)
+        return lines
+
+    def _verify(self, logits: Tensor, drafts: Tensor, block_start: Tensor):
+        if self.greedy:
+            return verify_chain(logits, drafts)
+        return verify_chain(
+            logits,
+            drafts,
+            rule="token",
+            temperature=self.temperature,
+            seed=self.seed,
+            block_start=block_start,
+        )
 
     def _set_law(self, requests: Sequence[_Request]) -> None:
         """How these rows are to be verified."""
@@ -292,11 +418,17 @@ class Engine(_Loop):
         """Chunks of rows `first` and up; the rows that are done leave."""
         chunks, alive = [], list(range(first))
         for b, line in enumerate(lines, first):
-            chunk = self._chunk(self._running[b], line, cycle)
-            self.batch.tokens[b] += chunk.tokens
-            chunks.append(chunk)
-            if chunk.finish is None:
+            chunks.append(self._take(self._running[b], line, cycle))
+            if not self._running[b].done:
                 alive.append(b)
+        if self._fused is not None and not cycle:
+            new = self._running[first:]
+            self._fused.put(
+                first,
+                [r.tokens[-1] for r in new],
+                [r.temperature for r in new],
+                [r.seed for r in new],
+            )
         if not cycle or len(alive) < len(self._running):
             self._keep(alive)
         return chunks
@@ -324,30 +456,31 @@ class Engine(_Loop):
     def _keep(self, alive: Sequence[int]) -> None:
         """Let all rows but these go, and make ready for cycles of them."""
         count = len(alive)
-        tokens = self.batch.tokens
         if count < len(self._running):
             last = iter([b for b in alive if b >= count])
             staying = set(alive)
             rows = [b if b in staying else next(last) for b in range(count)]
             self._running = [self._running[b] for b in rows]
-            tokens = [tokens[b] for b in rows]
-            self.cache.select(rows)
-            if self.session:
-                self.session.select(rows)
+            if self._fused is not None:
+                ahead = (len(self._queued) + 1) * (self.num_drafts + 1)
+                longest = max((len(r.tokens) for r in self._running), default=0)
+                self._fused.select(rows, longest + ahead)
+            else:
+                self.cache.select(rows)
+                if self.session:
+                    self.session.select(rows)
         self.cache.focus(0, count)
-        self._set_law(self._running)
-        last = [t[-1] for t in tokens]
+        self.greedy = not any(r.temperature for r in self._running)
+        if self._fused is None:
+            self._set_law(self._running)
+        last = [r.tokens[-1] for r in self._running] if self._fused is None else []
         anchors = torch.tensor(last, dtype=torch.int64, device=self.target.device)
-        self.batch = SlotBatch(tokens, anchors, [r.id for r in self._running])
+        self.batch = Batch(
+            [r.tokens for r in self._running], anchors, [r.id for r in self._running]
+        )
 
 
-def check_num_drafts(drafter: Drafter | None, num_drafts: int | None) -> int:
-    """Drafts a cycle: what was asked for, or the drafter's default; 0 without a drafter."""
-    if drafter is None:
-        if num_drafts:
-            raise ValueError(f"Engine: num_drafts: got {num_drafts} and no drafter, expected None")
-        return 0
-    count = drafter.default_drafts if num_drafts is None else num_drafts
-    if not 1 <= count <= drafter.max_drafts:
-        raise ValueError(f"Engine: num_drafts: got {count}, expected 1..{drafter.max_drafts}")
-    return count
+def _lines(result) -> list[list[int]]:
+    """[drafts kept, status, tokens ...] of every row: the one host read of a cycle."""
+    accepted, status = result.num_accepted[:, None], result.status[:, None]
+    return torch.cat((accepted, status, result.tokens), dim=1).tolist()

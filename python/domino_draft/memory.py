@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from .drafter import DominoDrafter
-from .engine import PREFILL_TOKENS, check_num_drafts
+from .engine import PREFILL_TOKENS
+from .fused_ops import workspace_bytes
+from .requests import num_drafts as check_num_drafts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,8 +23,9 @@ class Memory:
 
     Weights and caches stay as long as the engine. logits (a cycle's, of target and drafter) and
     features (of the target's largest forward: layer outputs for the drafter, apart and joined) are
-    the loop's own large tensors of a step. What the layers of a forward hold for a moment comes on
-    top and is not counted.
+    the loop's own large tensors of a step. fused is what the fused layers keep beside the model's
+    weights, on a GPU. What the layers of a forward hold for a moment, and so the pool of captured
+    graphs beyond the logits, comes on top and is not counted.
     """
 
     target_weights: int
@@ -31,6 +34,7 @@ class Memory:
     drafter_cache: int
     logits: int
     features: int
+    fused: int
 
     @property
     def total(self) -> int:
@@ -50,14 +54,21 @@ def estimate_memory(
     *,
     num_drafts: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
+    fp8_draft_head: bool = False,
+    fused: bool | None = None,
 ) -> Memory:
-    """What an `Engine` with max_batch=batch and max_length=length comes to hold."""
-    drafts = check_num_drafts(drafter, num_drafts)
+    """What an `Engine` with max_batch=batch and max_length=length comes to hold.
+
+    fused: the engine runs the fused layers; None: where the target is on a GPU.
+    """
+    drafts = check_num_drafts("estimate_memory: num_drafts", drafter, num_drafts)
     room, size = length + drafts + 1, target.dtype.itemsize
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     logit_rows, features = drafts + 1, 0
+    fused = target.device.type == "cuda" if fused is None else fused
+    beside = workspace_bytes(target.device) + 4 * room * dim  # and angles of every position
     drafter_weights = drafter_cache = 0
     if isinstance(drafter, DominoDrafter):
         own = drafter.config
@@ -67,7 +78,13 @@ def estimate_memory(
         every_slot = drafter.head is not None and not own.shift_label
         logit_rows += own.slots_for(drafts) if every_slot else drafts
         tokens = max(min(prefill_tokens, batch * length), batch * (drafts + 1))
+        beside += 4 * (room + own.block_size) * own.head_dim
+        rows = 2 * own.num_key_value_heads * own.head_dim
+        beside += own.num_hidden_layers * rows * target.hidden_size * drafter.dtype.itemsize
+        beside += own.num_hidden_layers * own.head_dim * drafter.dtype.itemsize
         features = 2 * tokens * own.num_features * target.hidden_size * size
+    if fp8_draft_head:
+        beside += target.vocab_size * (target.hidden_size + 4)
     return Memory(
         target_weights=_weights(target.model),
         drafter_weights=drafter_weights,
@@ -75,6 +92,7 @@ def estimate_memory(
         drafter_cache=drafter_cache,
         logits=batch * logit_rows * target.vocab_size * size,
         features=features,
+        fused=beside if fused else 0,
     )
 
 

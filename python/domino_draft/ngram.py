@@ -27,9 +27,9 @@ class NgramDrafter:
         self.max_ngram = max_ngram
         self.max_drafts = self.default_drafts = max_drafts
 
-    def begin(self, target, batch: Batch, max_length: int) -> NgramSession:
-        """A session for `generate` (see `Drafter`)."""
-        return NgramSession(self.max_ngram, len(batch.tokens))
+    def begin(self, target, rows: int, max_length: int) -> NgramSession:
+        """A session of static rows (see `Drafter`)."""
+        return NgramSession(self.max_ngram, rows)
 
 
 class NgramSession:
@@ -40,7 +40,9 @@ class NgramSession:
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
         self._indexed = [0] * rows  # n-grams that end at or before this position are in the dict
 
-    def commit(self, features: None, counts: Tensor, host_counts: Sequence[int]) -> None:
+    def commit(
+        self, features: None, counts: Tensor, host_counts: Sequence[int], first: int = 0
+    ) -> None:
         pass
 
     def propose(self, batch: Batch, num_drafts: int) -> Tensor:
@@ -50,8 +52,9 @@ class NgramSession:
         return torch.tensor(padded, dtype=torch.int64, device=batch.anchors.device)
 
     def select(self, rows: Sequence[int]) -> None:
-        self._ends = [self._ends[b] for b in rows]
-        self._indexed = [self._indexed[b] for b in rows]
+        empty = len(self._ends) - len(rows)
+        self._ends = [self._ends[b] for b in rows] + [{} for _ in range(empty)]
+        self._indexed = [self._indexed[b] for b in rows] + [0] * empty
 
     def _lookup(self, b: int, tokens: list[int], num_drafts: int) -> list[int]:
         ends = self._ends[b]

@@ -5,32 +5,13 @@ import random
 import pytest
 import torch
 from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, generate
+from domino_draft.cycle import padded_rows
 
 from .conftest import tiny_model
 from .test_decode import Oracle, assert_own_text, drafters, own_text
 
 LENGTH = 64
 KINDS = ["none", "oracle", "ngram", "domino", "domino-plain", "sliding"]
-
-
-class SlotOracle(Oracle):
-    """An oracle for rows that change place, with texts by request."""
-
-    def begin_slots(self, target, rows, max_length):
-        self.starts = {}
-        return self
-
-    def commit(self, features, counts, host_counts, first=0):
-        super().commit(features, counts, host_counts)
-
-    def propose(self, batch, num_drafts):
-        self.rows = batch.requests
-        for row, tokens in zip(batch.requests, batch.tokens):
-            self.starts.setdefault(row, len(tokens) - 1)  # the prompt's forward gave one token
-        return super().propose(batch, num_drafts)
-
-    def select(self, rows):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +36,7 @@ def make_drafter(kind, tiny_config, device="cpu"):
     if kind == "ngram":
         return NgramDrafter()
     if kind == "oracle":
-        return SlotOracle({})
+        return Oracle({})
     drafter = drafters(tiny_config, [])[kind]
     return drafter.to(device) if isinstance(drafter, DominoDrafter) else drafter
 
@@ -69,11 +50,11 @@ def collect(chunks, texts, finish):
             finish[chunk.request] = chunk.finish
 
 
-def check_arrivals(target, drafter):
+def check_arrivals(target, drafter, fused=None):
     """Ten requests in three rows, two added a step: each text is the target's own."""
     requests = [(prompt, limit) for prompt, limit, _ in some_requests(10, seed=0)]
     wanted = [own_text(target.model, prompt, limit) for prompt, limit in requests]
-    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH)
+    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH, fused=fused)
     texts, finish, steps, most = {}, {}, 0, 0
     while len(finish) < len(wanted):
         for request in requests[2 * steps : 2 * steps + 2]:
@@ -87,6 +68,61 @@ def check_arrivals(target, drafter):
     assert engine.step() == [] and set(finish.values()) == {"length"}
     got = [texts[number] for number in range(len(wanted))]
     assert_own_text(target, [prompt for prompt, _ in requests], got, wanted)
+    return engine.mode
+
+
+FUSED = ["none", "domino", "domino-plain", "sliding"]  # what drafts on the device
+MODELS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Qwen3-sliding": dict(use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    "Llama-tied": dict(tie_word_embeddings=True),
+    "Llama-scaled": dict(
+        rope_parameters=dict(
+            rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
+            high_freq_factor=4.0, original_max_position_embeddings=64,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_layers_decode_as_the_model(tiny_config, kind, family):
+    target = Target(tiny_model(family.partition("-")[0], **MODELS[family]))
+    assert check_arrivals(target, make_drafter(kind, tiny_config), fused=True) == "fused"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3-sliding"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_captured_cycles_on_cuda(tiny_config, kind, family):
+    target = Target(tiny_model(family.partition("-")[0], **MODELS[family]).cuda())
+    assert check_arrivals(target, make_drafter(kind, tiny_config, "cuda")) == "captured"
+
+
+def test_the_number_of_drafts_may_change_between_cycles(target, tiny_config, monkeypatch):
+    """Off and on again: the text is the target's, and the drafter's context has no gap."""
+    drafter, prompt = make_drafter("domino", tiny_config), [5, 17, 3]
+    turns = iter([0, 3, 0, 0, 1, 2] * 40)
+    monkeypatch.setattr("domino_draft.policy.DraftLength.choose", lambda *_: next(turns))
+
+    def run(prompt, new):
+        engine = Engine(
+            target, drafter, max_batch=1, max_length=LENGTH, num_drafts="auto", fused=True
+        )
+        engine.add(prompt, new)
+        return [t for chunk in engine for t in chunk.tokens], engine._fused
+
+    text, cycle = run(prompt, 30)
+    assert text == own_text(target.model, prompt, 30)
+    whole = prompt + text[:-1]
+    _, again = run(whole, 1)  # the same context from one forward over it
+    for held, wanted in ((cycle.draft_kv, again.draft_kv), (cycle.kv, again.kv)):
+        torch.testing.assert_close(
+            held[:, :, 0, :, : len(whole)], wanted[:, :, 0, :, : len(whole)], rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,13 +137,16 @@ def test_greedy_requests_on_cuda(tiny_config, kind):
     check_arrivals(target, make_drafter(kind, tiny_config, "cuda"))
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
 @pytest.mark.parametrize("kind", ["none", "ngram", "domino"])
-def test_soak(target, tiny_config, kind):
+def test_soak(target, tiny_config, kind, fused):
     """Random arrivals, laws, stops and cancellations: what `generate` gives for each alone."""
     drafter, count, rng = make_drafter(kind, tiny_config), 40, random.Random(5)
     requests = some_requests(count, seed=1)
-    engine = Engine(target, drafter, max_batch=4, max_length=LENGTH)
-    texts, finish, added, cancelled = {}, {}, 0, set()
+    if kind == "ngram" and fused:
+        pytest.skip("it drafts on the host")
+    engine = Engine(target, drafter, max_batch=4, max_length=LENGTH, fused=fused)
+    texts, finish, added, cancelled = {}, {}, 0, {}
     while added < count or engine.num_running or engine.num_waiting:
         while added < count and rng.random() < 0.4:
             prompt, limit, settings = requests[added]
@@ -118,9 +157,10 @@ def test_soak(target, tiny_config, kind):
         if live and rng.random() < 0.15:
             victim = rng.choice(live)
             assert engine.cancel(victim)
-            cancelled.add(victim)
-    running = {n for n in cancelled if n in texts}
-    assert running and cancelled - running and len(finish) + len(cancelled) == count
+            cancelled[victim] = len(texts.get(victim, []))  # and not a token more
+    assert all(len(texts.get(n, [])) == seen for n, seen in cancelled.items())
+    assert 0 in cancelled.values() and max(cancelled.values()) > 0
+    assert len(finish) + len(cancelled) == count
     assert not any(engine.cancel(n) for n in (*cancelled, *finish, count))
     for number, (prompt, limit, settings) in enumerate(requests):
         done = generate(target, drafter, [prompt], max_new_tokens=limit, **settings)
@@ -130,6 +170,42 @@ def test_soak(target, tiny_config, kind):
         else:
             assert (got, finish[number]) == (text, done.finish[0])
     assert {"stop", "length"} == set(finish.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "domino"])
+def test_soak_on_cuda(tiny_config, kind):
+    """1,000 requests at random through captured cycles: no wrong token, no memory that stays."""
+    target = Target(tiny_model("Qwen3").cuda())
+    drafter, rng = make_drafter(kind, tiny_config, "cuda"), random.Random(6)
+    requests = some_requests(40, seed=2)
+    alone = [
+        generate(target, drafter, [prompt], max_new_tokens=limit, **settings).sequences[0]
+        for prompt, limit, settings in requests
+    ]
+    count, used = 1000, []
+    engine = Engine(target, drafter, max_batch=16, max_length=LENGTH)
+    assert engine.mode == "captured"
+    engine.warmup(sampled=True)
+    texts, finish, kinds, cancelled = {}, {}, [], set()
+    while len(finish) + len(cancelled) < count:
+        while len(kinds) < count and engine.num_waiting < 20 and rng.random() < 0.7:
+            kinds.append(rng.randrange(len(requests)))
+            prompt, limit, settings = requests[kinds[-1]]
+            assert engine.add(prompt, limit, **settings) == len(kinds) - 1
+        collect(engine.step(), texts, finish)
+        if rng.random() < 0.1 and kinds:
+            victim = rng.randrange(max(0, len(kinds) - 30), len(kinds))
+            if engine.cancel(victim):
+                cancelled.add(victim)
+        if len(finish) % 50 == 0:
+            used.append(torch.cuda.memory_allocated())
+    assert len(cancelled) > 20 and {"stop", "length"} == set(finish.values())
+    for number, choice in enumerate(kinds):
+        got = texts.get(number, [])
+        assert got == (alone[choice] if number in finish else alone[choice][: len(got)])
+    assert max(used[len(used) // 2 :]) <= max(used[: len(used) // 2]) + (1 << 20)
 
 
 def test_what_cannot_work_is_refused_and_the_others_go_on(target):
@@ -166,13 +242,12 @@ def test_settings_out_of_range(target, tiny_config):
     refused("Engine: prefill_tokens: got 0", prefill_tokens=0)
     refused("Engine: num_drafts: got 3 and no drafter", num_drafts=3)
     refused("check_target: vocab_size", DominoDrafter(tiny_config(vocab_size=64)))
-    with pytest.raises(TypeError, match="drafter: got a Oracle, expected a DominoDrafter"):
-        Engine(target, Oracle([]), max_batch=1, max_length=8)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("kind", ["none", "domino"])
-def test_unusable_logits_end_their_own_request(tiny_config, kind, place):
+def test_unusable_logits_end_their_own_request(tiny_config, kind, place, fused):
     """A token is NaN: its request fails, and leaves nothing that the next in its row could meet.
 
     Of three rows the first fails, and the last takes its place; or the last, and a short request
@@ -187,7 +262,7 @@ def test_unusable_logits_end_their_own_request(tiny_config, kind, place):
     with torch.no_grad():
         target.model.get_input_embeddings().weight[bad] = float("nan")
     requests.insert(place, ([9, bad] + [9] * 20, 5))
-    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH)
+    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH, fused=fused)
     for request in requests:
         engine.add(*request)
     texts, finish = {}, {}
@@ -226,12 +301,13 @@ def test_a_prompt_without_memory_fails_alone(target, monkeypatch):
         assert texts[number] == own_text(target.model, *requests[number])
 
 
-@pytest.mark.parametrize("at", ["forward", "context_kv"])
+@pytest.mark.parametrize("at", ["forward", "context_kv", "run", "prefill"])
 def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at):
-    """Before the target's forward of a cycle or a prefill, and in the drafter's part after it."""
-    drafter = make_drafter("domino", tiny_config)
-    engine = Engine(target, drafter, max_batch=2, max_length=LENGTH)
-    owner = target if at == "forward" else drafter
+    """Before the target's forward of a cycle or a prefill, and in the drafter's part after it; in
+    a queued cycle and in a prefill of the fused layers."""
+    drafter, fused = make_drafter("domino", tiny_config), at in ("run", "prefill")
+    engine = Engine(target, drafter, max_batch=2, max_length=LENGTH, fused=fused)
+    owner = {"forward": target, "context_kv": drafter}.get(at, engine._fused)
     inner, calls, failures = getattr(owner, at), [0], 0
 
     def failing(*args, **kwargs):
@@ -252,10 +328,33 @@ def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at
             failures += 1
             continue
         collect(chunks, texts, finish)
-    assert failures > 4
+    assert failures > (0 if at == "prefill" else 4)
     monkeypatch.undo()
     for number, request in enumerate(requests):
         assert texts[number] == own_text(target.model, *request)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3-sliding"])
+@pytest.mark.parametrize("kind", ["none", "domino", "sliding"])
+def test_long_prompts_in_pieces_through_fused_layers(tiny_config, family, kind):
+    target = Target(tiny_model(family.partition("-")[0], **MODELS[family]))
+    drafter = make_drafter(kind, tiny_config)
+    prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (40, 3, 33, 5, 8)]
+    found = []
+    for tokens in (16, 8192):
+        engine = Engine(
+            target, drafter, max_batch=5, max_length=LENGTH, prefill_tokens=tokens, fused=True
+        )
+        for prompt in prompts:
+            engine.add(prompt, 9)
+        texts, accepted = {}, {}
+        for chunk in engine:
+            texts.setdefault(chunk.request, []).extend(chunk.tokens)
+            accepted.setdefault(chunk.request, []).append(chunk.accepted)
+        found.append((texts, accepted))
+    assert found[0] == found[1]
+    for number, prompt in enumerate(prompts):
+        assert found[0][0][number] == own_text(target.model, prompt, 9)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3-sliding"])
@@ -310,3 +409,35 @@ def test_requests_may_be_added_and_cancelled_while_iterating(target):
             engine.cancel(0)
     assert finish == {1: "length"} and len(texts[0]) == 4
     assert texts[1] == own_text(target.model, [1], 6)
+
+
+def test_padded_batch_sizes():
+    sizes = [padded_rows(n) for n in range(1, 65)]
+    assert sorted(set(sizes)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert all(n <= size < 1.5 * n for n, size in enumerate(sizes, 1))
+
+
+def test_fp8_draft_head_changes_drafts_only(tiny_config):
+    target = Target(tiny_model("Llama", vocab_size=64))
+    torch.manual_seed(3)
+    drafter = DominoDrafter(tiny_config(vocab_size=64, mask_token_id=63))
+    wanted = own_text(target.model, [5, 17, 3], 20)
+    engine = Engine(
+        target, drafter, max_batch=1, max_length=LENGTH, fused=True, fp8_draft_head=True
+    )
+    exact = engine._fused.target.head
+    held = engine._fused.draft_head.product(torch.eye(32)).t()
+    assert 0 < (held - exact).abs().max() < 0.1 * exact.abs().max()
+    engine.add([5, 17, 3], 20)
+    assert [t for chunk in engine for t in chunk.tokens] == wanted
+    for given, fused in ((None, True), (drafter, False)):
+        with pytest.raises(ValueError, match="fp8_draft_head: got True"):
+            Engine(target, given, max_batch=1, max_length=8, fused=fused, fp8_draft_head=True)
+
+
+def test_a_batch_that_runs_empty_borrows_the_larger_graph_for_a_while(target):
+    cycle = Engine(target, max_batch=8, max_length=8, fused=True)._fused
+    cycle._graphs = dict.fromkeys([(8, 0, True), (6, 0, True), (8, 2, True), (3, 0, False)])
+    assert [cycle._size(3, [0], True) for _ in range(40)] == [6] * 32 + [3] * 8
+    assert cycle._size(7, [0], True) == 8 and cycle._size(5, [0], True) == 6
+    assert cycle._size(2, [0, 2], True) == 8 and cycle._size(4, [0], False) == 4

@@ -66,7 +66,7 @@ def test_every_figure_is_a_tensors_size(tiny_config, monkeypatch, kind, tied):
     else:
         assert found.drafter_cache == found.drafter_weights == 0
     parts = (found.target_weights, found.drafter_weights, found.target_cache, found.drafter_cache)
-    assert found.total == sum(parts) + found.logits + found.features
+    assert found.total == sum(parts) + found.logits + found.features and found.fused == 0
     assert "target cache" in str(found) and "MB" in str(found)
 
 
@@ -78,3 +78,16 @@ def test_more_rows_and_positions_cost_in_proportion(tiny_config):
     longer = estimate_memory(target, drafter, 1, 200)
     # 2 tensors, 4 layers, 2 heads of 8, fp32
     assert longer.target_cache - one.target_cache == 100 * 2 * 4 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_the_fused_layers_keep(tiny_config, fp8):
+    target = Target(tiny_model("Llama", vocab_size=64))
+    drafter = DominoDrafter(tiny_config(vocab_size=64, mask_token_id=63))
+    settings = dict(fused=True, fp8_draft_head=fp8)
+    cycle = Engine(target, drafter, max_batch=BATCH, max_length=LENGTH, **settings)._fused
+    kept = [cycle.rope, cycle.draft_rope, cycle.drafter.context_kv, cycle.drafter.k_norms]
+    kept += [cycle.workspace.partial, cycle.workspace.counters]
+    kept += [cycle.draft_head.values, cycle.draft_head.scale] if fp8 else []
+    found = estimate_memory(target, drafter, BATCH, LENGTH, **settings)
+    assert found.fused == sum(t.nbytes for t in kept)

@@ -7,12 +7,12 @@ from domino_draft.ngram import NgramDrafter
 
 
 def propose(session, rows, num_drafts):
-    batch = Batch(rows, torch.tensor([row[-1] for row in rows]))
+    batch = Batch(rows, torch.tensor([row[-1] for row in rows]), list(range(len(rows))))
     return session.propose(batch, num_drafts)
 
 
 def begin(rows, **options):
-    return NgramDrafter(**options).begin(None, Batch(rows, torch.empty(0)), 100)
+    return NgramDrafter(**options).begin(None, len(rows), 100)
 
 
 @pytest.mark.parametrize(

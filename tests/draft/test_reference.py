@@ -291,8 +291,8 @@ class Recorded:
         self.feature_layers = drafter.feature_layers
         self.default_drafts = self.max_drafts = drafter.default_drafts
 
-    def begin(self, target, batch, max_length):
-        self.session = self.drafter.begin(target, batch, max_length)
+    def begin(self, target, rows, max_length):
+        self.session = self.drafter.begin(target, rows, max_length)
         self.commit, self.select = self.session.commit, self.session.select
         return self
 

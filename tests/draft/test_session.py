@@ -41,12 +41,12 @@ class Checked(Oracle):
         self.drafter, self.feature_layers, self.checked = drafter, drafter.feature_layers, 0
         self.default_drafts = self.max_drafts = drafter.max_drafts
 
-    def begin(self, target, batch, max_length):
-        self.target, self.session = target, self.drafter.begin(target, batch, max_length)
-        return super().begin(target, batch, max_length)
+    def begin(self, target, rows, max_length):
+        self.target, self.session = target, self.drafter.begin(target, rows, max_length)
+        return super().begin(target, rows, max_length)
 
-    def commit(self, features, counts, host_counts):
-        self.session.commit(features, counts, host_counts)
+    def commit(self, features, counts, host_counts, first=0):
+        self.session.commit(features, counts, host_counts, first)
 
     def propose(self, batch, num_drafts):
         drafts = self.session.propose(batch, num_drafts)

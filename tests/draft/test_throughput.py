@@ -74,16 +74,17 @@ def test_command(folders, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
     done = invoke(
         "bench", tmp_path / "p.jsonl", "--target", target, "--drafter", f"ours={drafter}",
-        "--drafter", "ngram@3", "--limit", 2, "--batch-size", 1, "--batch-size", 2, "-n", 5,
-        "--device", "cpu", "--json", tmp_path / "out.json", "--plot", tmp_path / "out.svg",
+        "--drafter", "ngram@3", "--drafter", f"auto={drafter}@auto", "--limit", 2,
+        "--batch-size", 1, "--batch-size", 2, "-n", 5, "--device", "cpu",
+        "--json", tmp_path / "out.json", "--plot", tmp_path / "out.svg",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out.json").read_text())
-    assert report["run"]["prompts"] == 2 and len(report["rows"]) == 6
-    assert report["run"]["num_drafts"] == {"ours": 3, "ngram@3": 3}
+    assert report["run"]["prompts"] == 2 and len(report["rows"]) == 8
+    assert report["run"]["num_drafts"] == {"ours": 3, "ngram@3": 3, "auto": "auto"}
     table = done.stdout.splitlines()
-    assert len(table) == 8 and table[2].startswith("| 1 | target alone | 10 |")
-    assert "| 2 | ngram@3 | 10 |" in table[7] and table[7].endswith("| 100.0% |")
+    assert len(table) == 10 and table[2].startswith("| 1 | target alone | 10 |")
+    assert "| 2 | ngram@3 | 10 |" in table[8] and table[8].endswith("| 100.0% |")
     drawn = (tmp_path / "out.svg").read_text()
     assert drawn.startswith("<?xml") and drawn.count("line2d") > 8
 
