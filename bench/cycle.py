@@ -1,0 +1,318 @@
+"""A whole decoding cycle inside the running loop, against its own linears and against one token a
+step. `python -m bench.cycle --model qwen3-8b --json F`.
+
+Weights are random: what is accepted is then forced, each slot with probability `--accept`, inside
+the running cycle, so that caches, roll-back and verify length really run. 0.878 gives 7.17 tokens
+of 16, the mean that a summary of the Domino paper gives for Qwen3-8B. Ratios that rest on it are
+modelled; the milliseconds are measured: medians over runs of queued cycles, event to event.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+import transformers
+from domino_draft import DominoConfig, DominoDrafter, Engine, Target
+from domino_draft.cycle import Cycle
+from domino_draft.engine import _Request
+
+from bench import report, timing
+
+MODELS = {
+    "smollm2-135m": dict(
+        family="Llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=49152,
+        tie_word_embeddings=True, drafter=dict(layers=4, taps=(1, 8, 14, 20, 27), rank=96, gru=256),
+    ),
+    "qwen3-8b": dict(
+        family="Qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
+        tie_word_embeddings=False,
+        drafter=dict(layers=5, taps=(1, 9, 17, 25, 33), rank=256, gru=1024),
+    ),
+}  # fmt: skip
+
+
+def random_pair(name, **overrides):
+    """(target, drafter) of a model's shape with random bf16 weights on the GPU."""
+    shape = dict(MODELS[name]) | overrides
+    family, draft = shape.pop("family"), shape.pop("drafter")
+    config = getattr(transformers, f"{family}Config")(
+        **shape, max_position_embeddings=8192, rope_theta=1e6,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        kind = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        torch.set_default_dtype(kind)
+        drafter = DominoDrafter(
+            DominoConfig(
+                hidden_size=shape["hidden_size"],
+                intermediate_size=shape["intermediate_size"],
+                num_hidden_layers=draft["layers"],
+                num_attention_heads=shape["num_attention_heads"],
+                num_key_value_heads=shape["num_key_value_heads"],
+                head_dim=shape["head_dim"],
+                vocab_size=shape["vocab_size"],
+                num_target_layers=shape["num_hidden_layers"],
+                target_layer_ids=draft["taps"],
+                mask_token_id=16,
+                emb_dim=draft["rank"],
+                gru_hidden_dim=draft["gru"],
+                block_size=16,
+                max_position_embeddings=8192,
+                dtype="bfloat16",
+            )
+        ).bfloat16()
+    return Target(model.bfloat16()), drafter.eval()
+
+
+class ForcedCycle(Cycle):
+    """A cycle that keeps as many drafts as a table says, in place of those that are right."""
+
+    accept = 1.0
+
+    def _verify(self, logits, proposed, lengths, greedy):
+        result = super()._verify(logits, proposed, lengths, greedy)
+        drafts = proposed.shape[1]
+        if drafts:
+            key = len(proposed), drafts
+            self.tables = getattr(self, "tables", {})
+            if key not in self.tables:
+                generator = torch.Generator().manual_seed(1)
+                coins = torch.rand(512, *proposed.shape, generator=generator) < self.accept
+                kept = coins.long().cumprod(-1).sum(-1).int().to(self.device)
+                self.tables[key] = kept, torch.zeros(1, dtype=torch.int64, device=self.device)
+            kept, turn = self.tables[key]
+            result.num_accepted.copy_(kept[turn.remainder(512)][0])
+            turn += 1
+            slots = torch.arange(drafts, device=self.device) < result.num_accepted[:, None]
+            result.tokens[:, :drafts].copy_(torch.where(slots, proposed, result.tokens[:, :1]))
+            result.tokens[:, drafts:].copy_(result.tokens[:, :1])
+        return result
+
+
+def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, fp8=False):
+    engine = Engine(
+        target, drafter, max_batch=batch, max_length=context + room, num_drafts=drafts,
+        fp8_draft_head=fp8,
+    )  # fmt: skip
+    assert engine.mode == "captured", engine.mode
+    engine._fused.__class__ = ForcedCycle
+    engine._fused.accept = accept
+    # Rows as a prompt would leave them, without its forward: what is measured comes after it.
+    engine._running = [
+        _Request(i, [1] * context, 1 << 30, 0.0, i, frozenset()) for i in range(batch)
+    ]
+    engine._keep(range(batch))
+    engine.cache.all_lengths.fill_(context)
+    engine._fused.kv.normal_()
+    if drafter is not None:
+        engine._fused.draft_kv.normal_()
+    engine._fused.put(0, list(range(100, 100 + batch)), [0.0] * batch, [0] * batch)
+    return engine
+
+
+def gpu_ms(fn, runs=7, inner=10):
+    """Median milliseconds of one fn, `inner` queued behind a sleeping kernel, event to event."""
+    times = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(inner):
+            fn()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / inner)
+    return statistics.median(times)
+
+
+def loop_ms(engine, drafts, steps, context):
+    """Of a cycle as a user runs it (`Engine.step`): wall, and the tokens of a cycle and row."""
+    rows, tokens = engine.num_running, 0
+    for _ in range(3 if drafts != "auto" else 160):  # captures, and what is drafted settles
+        engine.step()
+    engine.cache.all_lengths.fill_(context)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        tokens += sum(chunk.accepted for chunk in engine.step())
+    wall = time.perf_counter() - start
+    assert engine.num_running == rows, "a row ended inside the measurement"
+    return wall / steps * 1e3, tokens / steps / rows
+
+
+def host_ms(engine, runs=20):
+    """Host time of a cycle that is no graph launch: all of `step` less the launch and the wait."""
+    fused, inside = engine._fused, [0.0]
+    graphs = dict(fused._graphs)
+
+    class Timed:
+        def __init__(self, graph):
+            self.graph = graph
+
+        def replay(self):
+            start = time.perf_counter()
+            self.graph.replay()
+            inside[0] += time.perf_counter() - start
+
+    from domino_draft import cycle
+
+    wait = cycle.Pending.lines
+
+    def lines(pending):
+        start = time.perf_counter()
+        pending._event.synchronize()
+        inside[0] += time.perf_counter() - start
+        return wait(pending)
+
+    fused._graphs = {key: (Timed(graph), line) for key, (graph, line) in graphs.items()}
+    cycle.Pending.lines = lines
+    start = time.perf_counter()
+    for _ in range(runs):
+        engine.step()
+    total = time.perf_counter() - start
+    cycle.Pending.lines, fused._graphs = wait, graphs
+    return (total - inside[0]) / runs * 1e3
+
+
+def linears_ms(cycle, rows, drafts):
+    """The products of a cycle alone, captured, by the library: (target and head, draft side)."""
+    target = cycle.target
+
+    def products(decoder, x, y, z):
+        for layer in decoder.layers:
+            F.linear(x, layer.qkv)
+            F.linear(y, layer.o)
+            F.linear(x, layer.gate_up)
+            F.linear(z, layer.down)
+
+    def inputs(decoder, m):
+        layer = decoder.layers[0]
+        sizes = layer.qkv.shape[1], layer.o.shape[1], layer.down.shape[1]
+        return [torch.randn(m, n, device="cuda", dtype=layer.qkv.dtype) for n in sizes]
+
+    def captured(fn):
+        fn()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+        return gpu_ms(graph.replay)
+
+    m = rows * (drafts + 1)
+    given = inputs(target.decoder, m)
+
+    def verify():
+        products(target.decoder, *given)
+        F.linear(given[0], target.head)
+
+    found = [captured(verify), 0.0]
+    if drafts:
+        slots = rows * cycle.config.slots_for(drafts)
+        drafter = cycle.drafter
+        block = inputs(drafter.decoder, slots)
+        features = torch.randn(m, drafter.fc.shape[1], device="cuda", dtype=drafter.fc.dtype)
+        skip = drafter.decoder.heads * drafter.decoder.dim
+
+        def draft():
+            products(drafter.decoder, *block)
+            F.linear(block[0], target.head)
+            c = F.linear(features, drafter.fc)
+            for layer in drafter.decoder.layers:
+                F.linear(c, layer.qkv[skip:])
+
+        found[1] = captured(draft)
+    return found
+
+
+def stock_ms(target, rows, tokens, context):
+    """The stock Transformers forward over a StaticCache, captured."""
+    cache = transformers.StaticCache(config=target.config, max_cache_len=context + 64)
+    ids = torch.randint(0, 1000, (rows, tokens), device="cuda")
+    positions = torch.arange(context, context + tokens, device="cuda")[None].expand(rows, -1)
+
+    @torch.inference_mode()
+    def forward():
+        for layer in cache.layers:
+            if getattr(layer, "cumulative_length", None) is not None:
+                layer.cumulative_length.fill_(context)
+        target.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        forward()
+        forward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    return gpu_ms(graph.replay)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m bench.cycle", description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64])
+    parser.add_argument(
+        "--drafts", nargs="*", default=[15], type=lambda k: k if k == "auto" else int(k)
+    )
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--accept", type=float, default=0.878)
+    parser.add_argument("--fp8", action="store_true", help="draft with an fp8 copy of the LM head")
+    parser.add_argument("--stock", action="store_true", help="also the captured stock forward")
+    parser.add_argument("--json", metavar="F")
+    options = parser.parse_args()
+    run = report.header("cycle", timing.ceilings(timing.Timer())) | {"rows": []}
+    target, drafter = random_pair(options.model)
+
+    def row(op, batch, provider, ms, **params):
+        params |= {"model": options.model, "context": options.context}
+        run["rows"].append(
+            {"op": op, "case": "loop", "params": params, "shape": {}, "batch": batch,
+             "provider": provider, "us_p50": round(ms * 1e3, 2), "ok": True}
+        )  # fmt: skip
+        print(f"B={batch:3} {op:12} {provider:10} {ms:8.3f} ms  {params}", flush=True)
+        return ms
+
+    for batch in options.batch:
+        steps = 96 if batch < 8 else 32
+        if options.stock:
+            row("ar_step", batch, "stock", stock_ms(target, batch, 1, options.context))
+        engine = make_engine(target, None, batch, options.context, 200)
+        cycle = engine._fused
+        ar, _ = loop_ms(engine, 0, steps, options.context)
+        linears = linears_ms(cycle, batch, 0)[0]
+        row("ar_step", batch, "ours", ar, what="loop")
+        row("ar_step", batch, "linears", linears)
+        del engine, cycle
+        for drafts in options.drafts:
+            room = (steps + 40) * (16 if drafts == "auto" else drafts + 1)
+            engine = make_engine(
+                target, drafter, batch, options.context, room, drafts, options.accept, options.fp8
+            )
+            ms, length = loop_ms(engine, drafts, steps, options.context)
+            row("cycle", batch, "ours", ms, drafts=drafts, what="loop", accepted=length,
+                accept=options.accept, modelled_ratio=length * ar / ms,
+                host_ms=host_ms(engine), fp8_draft_head=options.fp8)  # fmt: skip
+            if drafts != "auto":
+                parts = linears_ms(engine._fused, batch, drafts)
+                row("cycle", batch, "linears", sum(parts), drafts=drafts, verify_ms=parts[0])
+            del engine
+            torch.cuda.empty_cache()
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(run, file, indent=1)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
