@@ -40,14 +40,13 @@ def measure(call):
 
 
 def test_draft_chain(device):
-    """One draft from a head of width 8: the checks of eight tensors and a call of 25 keywords."""
+    """One draft from a head of width 8: the checks of ten tensors and a call of 47 keywords."""
     make = lambda *size: torch.ones(size, device=device)  # noqa: E731
     weights = HeadWeights(make(24, 8), make(24, 8), make(8, 16), make(2, 8), make(2, 8))
     base, hidden = make(1, 1, 2), make(1, 1, 8)
     anchor = torch.zeros(1, dtype=torch.int64, device=device)
-    out, scores = torch.zeros(1, 1, dtype=torch.int64, device=device), make(1, 1)
-    workspace = domino_kernels.draft_chain_workspace(1, 1, weights)
-    rest = dict(out=out, scores=scores, workspace=workspace)
+    rest = dict(out=domino_kernels.DraftResult.empty(weights, 1, num_drafts=1))
+    rest["plan"] = domino_kernels.ChainPlan(weights, 1, num_drafts=1)
     call = domino_kernels.draft_chain_out
     measure(lambda: call(base, hidden, anchor, weights, **rest))
 

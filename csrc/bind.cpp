@@ -66,11 +66,16 @@ PYBIND11_MODULE(_C, m) {
       field("base_dtype", &DraftChainParams::base_dtype));
   m.def(
       "draft_chain_workspace",
-      [](int64_t batch, int64_t drafts, int64_t units, int64_t rank) {
-        return DraftChainWorkspace(batch, drafts, units, rank).bytes;
+      [](int64_t batch, int64_t drafts, int64_t prefix, int64_t vocab, int64_t units, int64_t rank,
+         int64_t pool_size, int64_t pools) {
+        DraftChainParams p{};
+        p.batch = batch, p.drafts = drafts, p.prefix = prefix, p.vocab = vocab;
+        p.units = units, p.rank = rank, p.pool_size = pool_size, p.pools = pools;
+        return draft_chain_workspace(p);
       },
-      pybind11::kw_only(), pybind11::arg("batch"), pybind11::arg("drafts"), pybind11::arg("units"),
-      pybind11::arg("rank"));
+      pybind11::kw_only(), pybind11::arg("batch"), pybind11::arg("drafts"), pybind11::arg("prefix"),
+      pybind11::arg("vocab"), pybind11::arg("units"), pybind11::arg("rank"),
+      pybind11::arg("pool_size"), pybind11::arg("pools"));
 
   bind_op<ExpandParams>(
       m, "expand", DOMINO_CUDA_LAUNCHER(expand_cuda), expand_cpu,

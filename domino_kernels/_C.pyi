@@ -76,7 +76,17 @@ def draft_chain(
     device: int,
     stream: int,
 ) -> int: ...
-def draft_chain_workspace(*, batch: int, drafts: int, units: int, rank: int) -> int: ...
+def draft_chain_workspace(
+    *,
+    batch: int,
+    drafts: int,
+    prefix: int,
+    vocab: int,
+    units: int,
+    rank: int,
+    pool_size: int,
+    pools: int,
+) -> int: ...
 def expand(
     *,
     states: int,

@@ -13,9 +13,10 @@ from domino_kernels.version import __version__
 _HOME = {
     "Expansion": "domino_kernels.ops.expand",
     "HeadWeights": "domino_kernels.ops.head_weights",
-    "draft_chain": "domino_kernels.ops.head",
-    "draft_chain_out": "domino_kernels.ops.head",
-    "draft_chain_workspace": "domino_kernels.ops.head",
+    "ChainPlan": "domino_kernels.ops.draft_chain",
+    "DraftResult": "domino_kernels.ops.draft_chain",
+    "draft_chain": "domino_kernels.ops.draft_chain",
+    "draft_chain_out": "domino_kernels.ops.draft_chain",
     "draft_tree": "domino_kernels.ops.draft_tree",
     "dual_ce": "domino_kernels.ops.train",
     "expand": "domino_kernels.ops.expand",

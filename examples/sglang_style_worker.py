@@ -115,8 +115,8 @@ class DominoWorker:
         self.temperature = buffer(max_batch, dtype=torch.float32)
         self.cu_rows = buffer(max_batch + 1, dtype=torch.int32)
         # What a cycle writes.
-        self.tokens = buffer(max_batch, self.drafts)
-        self.scores = buffer(max_batch, self.drafts, dtype=torch.float32)
+        self.drafted = dk.DraftResult.empty(self.head, max_batch, num_drafts=self.drafts)
+        self.tokens = self.drafted.tokens
         self.result = dk.VerifyResult(
             tokens=buffer(max_batch, self.slots),
             num_accepted=buffer(max_batch, dtype=torch.int32),
@@ -125,7 +125,7 @@ class DominoWorker:
             status=buffer(max_batch, dtype=torch.uint8),
         )
         # One workspace an op: cycles follow each other on one stream. Smaller batches share it.
-        self.head_workspace = dk.draft_chain_workspace(max_batch, self.drafts, self.head)
+        self.plan = dk.ChainPlan(self.head, max_batch, num_drafts=self.drafts)
         self.verify_workspace = dk.verify_chain_workspace(
             max_batch, self.drafts, target.embedding.size(0), device=device
         )
@@ -184,23 +184,23 @@ class DominoWorker:
         rows = self._rows(self.draft_pool, batch, self.slots, causal=False)
         block = torch.cat((self.target.embedding[anchor][:, None], self.masks[:batch]), dim=1)
         hidden = self.drafter(block, rows.positions, rows, rows.mask)
-        drafts = dk.draft_chain_out(
+        drafted = dk.DraftResult(*(t if t is None else t[:batch] for t in self.drafted))
+        dk.draft_chain_out(
             self.target.lm_head(hidden),
             hidden,
             anchor,
             self.head,
             shift_label=config.shift_label,
             pure_draft_prefix_len=config.pure_draft_prefix_len,
-            out=self.tokens[:batch],
-            scores=self.scores[:batch],
-            workspace=self.head_workspace,
+            out=drafted,
+            plan=self.plan,
         )
-        ids = torch.cat((anchor[:, None], drafts), dim=1)
+        ids = torch.cat((anchor[:, None], drafted.tokens), dim=1)
         rows = self._rows(self.target_pool, batch, self.slots, causal=True)
         hidden, features = self.target.forward(ids.flatten(), rows.positions.flatten(), rows.attend)
         dk.verify_chain(
             self.target.lm_head(hidden),  # [batch * slots, V]
-            drafts,
+            drafted.tokens,
             rule="token",
             temperature=self.temperature[:batch],
             seed=self.seed[:batch],

@@ -5,7 +5,7 @@ import torch
 
 import domino_kernels
 from domino_kernels import _C, HeadWeights
-from domino_kernels.ops.head import _workspace_bytes
+from domino_kernels.ops.draft_chain import _workspace_bytes
 
 
 def weights(device="cpu", units=4, rank=6):
@@ -50,5 +50,10 @@ def test_compiles_without_a_break(case, backend, device):
 def test_workspace_size_is_that_of_the_kernel():
     for batch, drafts, units, rank in [(1, 1, 1, 1), (3, 15, 256, 96), (64, 16, 1024, 256)]:
         head = weights("meta", units, rank)
-        expected = _C.draft_chain_workspace(batch=batch, drafts=drafts, units=units, rank=rank)
-        assert _workspace_bytes(batch, drafts, head) == expected
+        for prefix, pool_size, pools in [(0, 1, 1), (2, 11, 1), (0, 9, drafts)]:
+            sizes = dict(
+                batch=batch, drafts=drafts, prefix=prefix, vocab=11, units=units, rank=rank
+            )
+            needed = _C.draft_chain_workspace(**sizes, pool_size=pool_size, pools=pools)
+            size = _workspace_bytes(batch, drafts, pool_size, pools, head)
+            assert size >= needed if prefix else size == needed

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import domino_kernels
-from domino_kernels import HeadWeights, draft_chain, draft_chain_out, draft_chain_workspace
+from domino_kernels import ChainPlan, DraftResult, HeadWeights, draft_chain, draft_chain_out
 from domino_kernels.reference.head import draft_chain as reference_chain
 from domino_kernels.reference.head import first_argmax, replay_chain, round_to
 from domino_kernels.testing import Guarded, to_numpy
@@ -258,13 +258,14 @@ def test_writes_its_outputs_and_nothing_else(dtype, device, generator):
     inputs = make(generator, dtype, device, B=3)
     tokens = Guarded((3, 15), torch.int64, device)
     scores = Guarded((3, 15), torch.float32, device)
-    needed = draft_chain_workspace(3, 15, inputs[-1])
-    workspace = Guarded((needed.numel(),), torch.uint8, device)
-    out = draft_chain_out(
-        *inputs, out=tokens.tensor, scores=scores.tensor, workspace=workspace.tensor
-    )
-    assert out is tokens.tensor
+    restarts = Guarded((3,), torch.int32, device)
+    plan = ChainPlan(inputs[-1], 3)
+    workspace = Guarded((plan.workspace.numel(),), torch.uint8, device)
+    plan.workspace = workspace.tensor
+    out = DraftResult(tokens.tensor, scores.tensor, restarts.tensor, None, None, None)
+    assert draft_chain_out(*inputs, out=out, plan=plan) is out
     workspace.check(all_written=False)
+    assert not restarts.check().any()
     expected = draft_chain(*inputs, return_scores=True)
     assert torch.equal(tokens.check(), expected[0])
     assert torch.equal(scores.check(), expected[1])
@@ -347,21 +348,18 @@ def test_empty_batch(device, generator):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_graph_replay_after_new_inputs(dtype, generator, graph_replay):
     inputs = make(generator, dtype, "cuda", B=3)
-    out = torch.empty(3, 15, dtype=torch.int64, device="cuda")
-    scores = torch.empty(3, 15, device="cuda")
-    workspace = draft_chain_workspace(3, 15, inputs[-1])
-    memory = dict(out=out, scores=scores, workspace=workspace)
-    replay = graph_replay(lambda: draft_chain_out(*inputs, **memory))
+    out, plan = DraftResult.empty(inputs[-1], 3), ChainPlan(inputs[-1], 3)
+    replay = graph_replay(lambda: draft_chain_out(*inputs, out=out, plan=plan))
     for _ in range(3):
         fresh = make(generator, dtype, "cuda", B=3)
         for old, new in zip(inputs[:3], fresh[:3]):
             old.copy_(new)
         for field in FIELDS:
             getattr(inputs[-1], field).copy_(getattr(fresh[-1], field))
-        workspace.fill_(0xFF)
+        plan.scratch.fill_(0xFF)
         replay()
         expected = draft_chain(*fresh, return_scores=True)
-        assert torch.equal(out, expected[0]) and torch.equal(scores, expected[1])
+        assert torch.equal(out.tokens, expected[0]) and torch.equal(out.scores, expected[1])
 
 
 SMOLLM2 = dict(V=49152, H=576, G=256, R=96)
@@ -391,16 +389,15 @@ def test_overlapping_launches_never_race(batch, generator, graph_replay):
     """Launches start before the ones in front of them end: 1000 blocks, other work in between."""
     inputs = make(generator, torch.bfloat16, "cuda", B=batch, **SMOLLM2)
     expected = draft_chain(*inputs, return_scores=True)
-    out, scores = (torch.empty_like(t) for t in expected)
-    memory = dict(out=out, scores=scores, workspace=draft_chain_workspace(batch, 15, inputs[-1]))
-    replay = graph_replay(lambda: draft_chain_out(*inputs, **memory))
+    out, plan = DraftResult.empty(inputs[-1], batch), ChainPlan(inputs[-1], batch)
+    replay = graph_replay(lambda: draft_chain_out(*inputs, out=out, plan=plan))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(1000):
         if i % 3 == 0:  # what a launch must not read still has these bits
-            memory["workspace"].fill_(0xFF)
+            plan.scratch.fill_(0xFF)
         replay()
-        wrong += (out != expected[0]).sum() + (scores != expected[1]).sum()
-        out.fill_(-1)
+        wrong += (out.tokens != expected[0]).sum() + (out.scores != expected[1]).sum()
+        out.tokens.fill_(-1)
     assert wrong.item() == 0
 
 
@@ -455,35 +452,49 @@ def test_bad_arguments(change, error, message, generator):
 
 
 BAD_MEMORY = [
-    (dict(out=torch.zeros(2, 3)), TypeError, "out: got torch.float32, expected torch.int64"),
-    (dict(out=torch.zeros(3, 3).long()), ValueError, r"out: got shape \[3, 3\], expected \[2, 3\]"),
-    (dict(out=torch.zeros(2, 6).long()[:, :3]), ValueError, "out: got strides"),
-    (dict(scores=torch.zeros(2, 4)), ValueError, r"scores: got shape \[2, 4\], expected \[2, 3\]"),
-    (dict(workspace=None), TypeError, "workspace: got NoneType, expected a tensor"),
-    (dict(workspace=torch.zeros(9)), TypeError, "workspace: got torch.float32, expected torch.uin"),
+    (
+        dict(tokens=torch.zeros(2, 3)),
+        TypeError,
+        "out.tokens: got torch.float32, expected torch.int",
+    ),
+    (
+        dict(tokens=torch.zeros(3, 3).long()),
+        ValueError,
+        r"out.tokens: got shape \[3, 3\], expected",
+    ),
+    (dict(tokens=torch.zeros(2, 6).long()[:, :3]), ValueError, "out.tokens: got strides"),
+    (
+        dict(scores=torch.zeros(2, 4)),
+        ValueError,
+        r"out.scores: got shape \[2, 4\], expected \[2, 3",
+    ),
+    (
+        dict(restarts=torch.zeros(2)),
+        TypeError,
+        "out.restarts: got torch.float32, expected torch.int",
+    ),
+    (dict(plan=None), TypeError, "plan: got NoneType, expected ChainPlan"),
 ]
 
 
 @pytest.mark.parametrize("change, error, message", BAD_MEMORY, ids=[b[2][:40] for b in BAD_MEMORY])
 def test_bad_memory(change, error, message, generator):
     inputs = make(generator, torch.float32, **GOOD)
-    memory = dict(
-        out=torch.zeros(2, 3, dtype=torch.int64),
-        scores=torch.zeros(2, 3),
-        workspace=torch.zeros(0, dtype=torch.uint8),
-    )
+    memory = dict(plan=ChainPlan(inputs[-1], 2)) | change
+    plan = memory.pop("plan")
+    out = DraftResult.empty(inputs[-1], 2, num_drafts=3)._replace(**memory)
     with pytest.raises(error, match=f"draft_chain: {message}"):
-        draft_chain_out(*inputs, **memory | change)
+        draft_chain_out(*inputs, out=out, plan=plan)
 
 
 @pytest.mark.gpu
-def test_small_workspace(generator):
+def test_small_plan(generator):
     inputs = make(generator, torch.float32, "cuda", **GOOD)
-    out = torch.zeros(2, 3, dtype=torch.int64, device="cuda")
-    scores = torch.zeros(2, 3, device="cuda")
-    workspace = draft_chain_workspace(2, 3, inputs[-1])[:-1]
-    with pytest.raises(ValueError, match=r"draft_chain: workspace: got .* expected at least"):
-        draft_chain_out(*inputs, out=out, scores=scores, workspace=workspace)
+    out, plan = DraftResult.empty(inputs[-1], 2, num_drafts=3), ChainPlan(inputs[-1], 1)
+    with pytest.raises(
+        ValueError, match=r"draft_chain: plan: got .* bytes on .* expected at least"
+    ):
+        draft_chain_out(*inputs, out=out, plan=plan)
 
 
 # ---- HeadWeights ----
@@ -550,4 +561,6 @@ def test_missing_weights():
 
 
 def test_public_names():
-    assert {"draft_chain", "draft_chain_out", "HeadWeights"} <= set(domino_kernels.__all__)
+    assert {"ChainPlan", "draft_chain", "draft_chain_out", "HeadWeights"} <= set(
+        domino_kernels.__all__
+    )

@@ -24,19 +24,33 @@ def draft_chain(dtype, shift_label):
     base, rows = torch.randn(batch, slots, vocab), torch.randn(batch, slots, hidden).to(dtype)
     sizes = [(3 * units, hidden), (3 * units, units), (rank, hidden + units), (vocab, rank)]
     weights = [torch.randn(size).to(dtype) for size in [*sizes, (vocab, hidden)]]
-    workspace = torch.zeros(1 << 16, dtype=torch.uint8)
+    workspace = torch.zeros(1 << 18, dtype=torch.uint8)
     outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
+    outputs += (torch.zeros(batch, dtype=torch.int32), None, None, None)
     anchor = torch.tensor([0, 10])
-    return (base, rows, anchor, *weights, 0, shift_label, 1, workspace, *outputs)
+    optional = (None,) * 7  # table, temperature, seed, block_start, num_active, mask, bias
+    settings = (shift_label, 1, True, 5, False, vocab)
+    return (base, rows, anchor, *weights, 0, *optional, *settings, workspace, *outputs)
+
+
+def drawn_chain():
+    *inputs, workspace, tokens, scores, restarts, _, _, _ = draft_chain(torch.bfloat16, True)
+    warm, number = torch.tensor([0.0, 0.7]), torch.arange(2)
+    inputs[10:13] = warm, number, number
+    inputs[13:16] = (
+        torch.tensor([1], dtype=torch.int32),
+        torch.full((2, 1), -1).int(),
+        torch.ones(2, 11),
+    )
+    inputs[18] = False
+    pool = torch.zeros(2, 3, 5, dtype=torch.int32), torch.zeros(2, 3, 5)
+    return (*inputs, workspace, tokens, scores, restarts, torch.zeros(2, 3), *pool)
 
 
 def markov_chain():
-    base, _, anchor, *_, shift_label, prefix, workspace, tokens, scores = draft_chain(
-        torch.float32, True
-    )
-    w2, table = torch.randn(11, 6), torch.randn(11, 6)
-    head = (None, None, None, w2, table, 3)
-    return (base, None, anchor, *head, shift_label, prefix, workspace, tokens, scores)
+    base, _, anchor, *rest = draft_chain(torch.float32, True)
+    head = (None, None, None, torch.randn(11, 6), torch.randn(11, 6), 3)
+    return (base, None, anchor, *head, *rest[6:])
 
 
 def expand(dtype, drawn, pooled, recurrent=True):
@@ -99,9 +113,9 @@ def grow_tree(root):
 
 
 def draft_chain_triton(dtype, exact):
-    *inputs, _, shift_label, prefix, workspace, tokens, scores = draft_chain(dtype, True)
-    workspace = torch.zeros(1 << 16, dtype=torch.uint8)
-    return (*inputs, None, shift_label, prefix, exact, 4, workspace, tokens, scores)
+    arguments = draft_chain(dtype, True)
+    workspace, tokens, scores = arguments[22:25]
+    return (*arguments[:8], None, True, 1, exact, 4, workspace, tokens, scores)
 
 
 def shortlist(dtype, pools, optional):
@@ -194,6 +208,7 @@ SAMPLES = {
         draft_chain(torch.float32, True),
         draft_chain(torch.bfloat16, False),
         markov_chain(),
+        drawn_chain(),
     ],
     "draft_chain_triton": [draft_chain_triton(torch.float32, exact) for exact in (True, False)],
     "expand": [

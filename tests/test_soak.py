@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bench.ops.head_inputs import planted_block
-from bench.peers.head import DRAFTS
-from domino_kernels import draft_chain_out, draft_chain_workspace
+from domino_kernels import ChainPlan, DraftResult, draft_chain_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 QWEN = {"H": 4096, "G": 1024, "R": 256, "V": 151936}
@@ -24,21 +23,20 @@ class Plan:
 
     def __init__(self, shape, batch, seed=0):
         self.blocks = [planted_block(shape, batch, seed + i, "cuda", restarts=i) for i in range(2)]
-        weights = self.blocks[0].weights
-        self.workspace = draft_chain_workspace(batch, DRAFTS, weights)
-        self.out = torch.zeros(2, batch, DRAFTS, dtype=torch.int64, device="cuda")
-        self.scores = torch.zeros(2, batch, DRAFTS, device="cuda")
+        self.weights = [block.weights.with_table() for block in self.blocks]
+        self.plan = ChainPlan(self.weights[0], batch)
+        self.out = [DraftResult.empty(weights, batch) for weights in self.weights]
 
     def launch(self):
-        for block, out, scores in zip(self.blocks, self.out, self.scores):
-            draft_chain_out(*block[:4], out=out, scores=scores, workspace=self.workspace)
+        for block, weights, out in zip(self.blocks, self.weights, self.out):
+            draft_chain_out(*block[:3], weights, out=out, plan=self.plan)
 
     def check(self):
         torch.cuda.synchronize()
         for i, block in enumerate(self.blocks):
-            wrong = int((self.out[i] != block.planted).sum())
+            wrong = int((self.out[i].tokens != block.planted).sum())
             assert wrong == 0, f"block {i}: {wrong} of {block.planted.numel()} ids are wrong"
-        self.out.fill_(-1)
+            self.out[i].tokens.fill_(-1)
 
 
 def capture(launch):

@@ -121,16 +121,15 @@ def draft_chain_case(model, batch, case="exact", restarts=0):
         block = planted_block(
             shape, batch, seed, device, restarts=restarts, slots=SLOTS, dtype=DTYPE
         )
-        tokens = torch.empty(batch, DRAFTS, dtype=torch.int64, device=device)
-        scores = torch.empty(batch, DRAFTS, device=device)
-        workspace = domino_kernels.draft_chain_workspace(batch, DRAFTS, block.weights)
+        out = domino_kernels.DraftResult.empty(block.weights, batch)
+        plan = domino_kernels.ChainPlan(block.weights, batch)
         prepared = peers.prepare(block.weights)
-        return *block[:4], prepared, tokens, scores, workspace, block.planted
+        return *block[:4], prepared, out, plan, block.planted
 
-    def ours(base, hidden, anchor, weights, prepared, tokens, scores, workspace, planted):
+    def ours(base, hidden, anchor, weights, prepared, out, plan, planted):
         return domino_kernels.draft_chain_out(
-            base, hidden, anchor, weights, out=tokens, scores=scores, workspace=workspace
-        )
+            base, hidden, anchor, weights, out=out, plan=plan
+        ).tokens
 
     providers = {"ours": ours} if case == "exact" else {}
     for name, (peer, _) in rivals.items():

@@ -1,6 +1,8 @@
 // The arithmetic of the block form: every sum in one order, whoever computes it.
 #pragma once
 
+#include <type_traits>
+
 #include "common/argmax_key.h"
 #include "common/launch.h"
 #include "common/mma.cuh"
@@ -8,8 +10,7 @@
 
 namespace domino {
 
-constexpr int kBlockWarps = 16;  // they share the k of products with the state
-constexpr int kBlockThreads = kBlockWarps * kWarpSize;
+constexpr int kStateParts = 16;  // of the k of a product with the state, summed apart
 
 __device__ __forceinline__ unsigned long long warp_best(unsigned long long key) {
   const uint32_t high = static_cast<uint32_t>(key >> 32);
@@ -18,9 +19,28 @@ __device__ __forceinline__ unsigned long long warp_best(unsigned long long key) 
   return static_cast<unsigned long long>(best) << 32 | __reduce_max_sync(kFullMask, low);
 }
 
-__device__ __forceinline__ float fast_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+// 16 bytes, or zeros.
+template <class T>
+__device__ __forceinline__ uint4 load_inside(const T* at, bool inside) {
+  return inside ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+}
+
+// 2^x and 1 / x of the special function unit, subnormals taken as zero.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_sigmoid(float x) {
+  return fast_inverse(1.0f + fast_exp2(x * -1.44269504f));
+}
 __device__ __forceinline__ float fast_tanh(float x) {
-  return 1.0f - __fdividef(2.0f, 1.0f + __expf(fminf(2.0f * x, 80.0f)));
+  return 1.0f - 2.0f * fast_inverse(1.0f + fast_exp2(x * 2.88539008f));
 }
 
 // A unit of S_j: x and s the gates' (r, z, n) products with the input and with S_{j-1}.
@@ -34,9 +54,9 @@ __device__ __forceinline__ T gru_unit(float x_r, float x_z, float x_n, float s_r
   return next;
 }
 
-// The sum over the warps' parts of k, kStride apart (1: at 16 bytes).
+// The sum over the parts of k, kStride apart (1: at 16 bytes).
 template <int kStride>
-__device__ __forceinline__ float sum_of_warps(const float* part) {
+__device__ __forceinline__ float sum_of_parts(const float* part) {
   float sum[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -52,13 +72,61 @@ __device__ __forceinline__ float sum_of_warps(const float* part) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-__device__ __forceinline__ float base_at(const DraftChainParams& p, int64_t b, int64_t j, int64_t v) {
-  const int64_t at = b * p.base_batch_stride + (p.first_slot + j) * p.base_slot_stride;
-  if (p.base_dtype == DType::kF32)
-    return adjusted_base(p, static_cast<const float*>(p.base_logits) + at, b, v);
-  if (p.base_dtype == DType::kF16)
-    return adjusted_base(p, static_cast<const f16*>(p.base_logits) + at, b, v);
-  return adjusted_base(p, static_cast<const bf16*>(p.base_logits) + at, b, v);
+constexpr int kAnyType = -1;
+template <class T>
+constexpr int kTypeOf =
+    std::is_same_v<T, bf16> ? static_cast<int>(DType::kBF16) : static_cast<int>(DType::kF16);
+
+// An adjusted base logit (draft_chain.h) on its way from memory. Where it is of a half type known
+// beforehand, nothing else adjusts it.
+struct RawBase {
+  uint32_t bits;
+  float bias;
+  uint32_t mask;
+
+  template <bool kHalf>
+  __device__ __forceinline__ void load(const DraftChainParams& p, int64_t b, int64_t j,
+                                       uint32_t id) {
+    const int64_t at = b * p.base_batch_stride + (p.first_slot + j) * p.base_slot_stride + id;
+    if (!kHalf && p.base_dtype == DType::kF32) {
+      bits = static_cast<const uint32_t*>(p.base_logits)[at];
+    } else {
+      bits = static_cast<const uint16_t*>(p.base_logits)[at];
+    }
+    if constexpr (!kHalf) {
+      bias = p.bias ? p.bias[b * p.bias_stride + id] : 0.0f;
+      mask = p.mask ? p.mask[b * p.mask_stride + id / 32] : 0xffffffffu;
+    }
+  }
+
+  template <int kType>
+  __device__ __forceinline__ float value(const DraftChainParams& p, uint32_t id) const {
+    const int type = kType == kAnyType ? static_cast<int>(p.base_dtype) : kType;
+    float base = detail::bit_cast<float>(bits);
+    if (type == static_cast<int>(DType::kBF16)) base = to_float(bf16{static_cast<uint16_t>(bits)});
+    if (type == static_cast<int>(DType::kF16)) base = to_float(f16{static_cast<uint16_t>(bits)});
+    if constexpr (kType != kAnyType) return base;
+    if (p.bias) base += bias;
+    return id >= p.vocab_valid || (mask >> id % 32 & 1) == 0 ? -INFINITY : base;
+  }
+};
+
+__device__ __forceinline__ float base_at(const DraftChainParams& p, int64_t b, int64_t j,
+                                         uint32_t id) {
+  RawBase base;
+  base.load<false>(p, b, j, id);
+  return base.value<kAnyType>(p, id);
+}
+
+// The sum over a warp's MMAs with its part of the state.
+template <int kSteps>
+__device__ __forceinline__ float sum_of_steps(const float (&sums)[kSteps][4], int element) {
+  if constexpr (kSteps == 1) {
+    return sums[0][element];
+  } else {
+    static_assert(kSteps == 4);
+    return (sums[0][element] + sums[1][element]) + (sums[2][element] + sums[3][element]);
+  }
 }
 
 // The four chains of a tile of 16 ids: this lane's rows of W2 at `low` and `high`, u at `u`, each
@@ -87,6 +155,38 @@ __device__ __forceinline__ void score_tile(float (&sums)[4][4], const char* low,
 
 __device__ __forceinline__ float chain_sum(const float (&sums)[4][4], int element) {
   return (sums[0][element] + sums[1][element]) + (sums[2][element] + sums[3][element]);
+}
+
+// W_ih E[y] for 16 units: this lane's sums of its parts of the inputs, y the token of its column.
+// Part q takes the 32s q, q + 16, .. of the inputs, lane t of a quad 8 of a 32.
+template <class T, int kParts>
+__device__ __forceinline__ void input_product(const ChainBlockParams& p, float* sums_of_parts,
+                                              uint32_t y, int unit0) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int g = lane / 4, inputs = static_cast<int>(p.inputs);
+  const T* const x = static_cast<const T*>(p.embedding) + static_cast<int64_t>(y) * inputs;
+  const T* const w = static_cast<const T*>(p.w_ih) + static_cast<int64_t>(unit0 + g) * inputs;
+  const int64_t gate = p.units * p.inputs;
+#pragma unroll 1
+  for (int part = 0; part < kParts; ++part) {
+    float sums[3][4] = {};
+#pragma unroll 2
+    for (int first = (warp * kParts + part) * 32; first < inputs; first += kStateParts * 32) {
+      const int k = first + lane % 4 * 8;
+      const uint4 column = load_inside(x + k, k < inputs);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const uint4 low = load_inside(w + i * gate + k, k < inputs);
+        const uint4 high = load_inside(w + i * gate + 8 * inputs + k, k < inputs);
+        mma_16x8x16<T>(sums[i], low.x, high.x, low.y, high.y, column.x, column.y);
+        mma_16x8x16<T>(sums[i], low.z, high.z, low.w, high.w, column.z, column.w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      *reinterpret_cast<float4*>(sums_of_parts + (warp * kParts + part) * 384 + i * 128 +
+                                 lane * 4) = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
+  }
 }
 
 }  // namespace domino

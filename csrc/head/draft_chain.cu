@@ -87,10 +87,39 @@ int launch(const DraftChainParams& p, cudaStream_t stream) {
   return launch<T, Base, false, false>(args, device, stream);
 }
 
+bool takes_block_form(const DraftChainParams& p) {
+  return fits_mma(p) && is_aligned(p.table, 16) && p.kind == LowRank::kSilu && p.hidden_width > 0 &&
+         p.units % 16 == 0 && p.units <= 1024 && p.rank % 16 == 0 && p.rank <= 256 &&
+         p.drafts < kEpochStride - 3 && p.drafts > p.prefix && p.vocab < 1 << 27 && p.pool_size > 0;
+}
+
+int launch_block_form(const DraftChainParams& params, void* stream) {
+  ChainBlockParams p{};
+  static_cast<DraftChainParams&>(p) = params;
+  ChainBlockWorkspace(p).bind(p, p.workspace);
+  const auto all = [](auto... phases) {
+    int status = kOk;
+    (void)((status = phases(), status == kOk) && ...);
+    return status;
+  };
+  const auto chain = [&](bool restart) { return draft_chain_block_cuda(p, restart, stream); };
+  const auto certify = [&](bool restart) {
+    return p.exact ? draft_chain_certify_cuda(p, restart, stream) : kOk;
+  };
+  return all([&] { return draft_chain_pool_cuda(p, stream); }, [&] { return chain(false); },
+             [&] { return certify(false); }, [&] { return p.exact ? chain(true) : kOk; },
+             [&] { return certify(true); },
+             [&] { return p.exact ? draft_chain_finish_cuda(p, stream) : kOk; },
+             [&] { return draft_chain_rescue_cuda(p, false, stream); },
+             [&] { return p.temperature ? draft_chain_law_cuda(p, stream) : kOk; });
+}
+
 }  // namespace
 
 int draft_chain_cuda(const DraftChainParams& p, void* stream) {
   if (p.batch == 0 || p.drafts == 0) return kOk;
+  if (takes_block_form(p)) return launch_block_form(p, stream);
+  if (p.temperature != nullptr) return kBadArgument;
   return dispatch_dtype(p.dtype, [&](auto tag) {
     using T = decltype(tag);
     if (p.base_dtype == p.dtype) return launch<T, T>(p, as_stream(stream));

@@ -31,7 +31,8 @@ struct DraftChainArgs : DraftChainParams {
 
   explicit DraftChainArgs(const DraftChainParams& p) : DraftChainParams(p) {
     const DraftChainWorkspace at(p.batch, p.drafts, p.units, p.rank);
-    char* bytes = static_cast<char*>(p.workspace);
+    char* bytes =
+        static_cast<char*>(p.workspace) + ChainBlockWorkspace::kept_bytes(p.units, p.rank);
     keys = reinterpret_cast<unsigned long long*>(bytes + at.keys);
     from_hidden = reinterpret_cast<float*>(bytes + at.from_hidden);
     for (int i = 0; i < 2; ++i) state_memory[i] = bytes + at.state[i];
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
       for (int i = 0; i < 4; ++i) {
         const int64_t b = first_b + tile * kTileColumns + 2 * t + i % 2;
         if (b < p.batch && v[i / 2] < vocab)
-          base[tile][i] = to_float(p.base_row<Base>(b, j)[v[i / 2]]);
+          base[tile][i] = adjusted_base(p, p.base_row<Base>(b, j), b, v[i / 2]);
       }
     accumulate<RowTile<T, kMma>, kTiles, kAhead>(sums, w2 + min(v[0], vocab - 1) * p.rank,
                                                  w2 + min(v[1], vocab - 1) * p.rank, p.rank,
@@ -232,7 +233,8 @@ __global__ void __launch_bounds__(kHeadThreads)
 #pragma unroll 4
     for (int64_t v = blockIdx.x * kHeadThreads + threadIdx.x; v < p.vocab;
          v += gridDim.x * kHeadThreads)
-      best = max(best, static_cast<unsigned long long>(argmax_key(to_float(base[v]), v)));
+      best =
+          max(best, static_cast<unsigned long long>(argmax_key(adjusted_base(p, base, b, v), v)));
     for (int offset = 1; offset < kWarpSize; offset *= 2)
       best = max(best, __shfl_xor_sync(kFullMask, best, offset));
     if (lane_id() == 0) block_best[warp_id()][0] = best;
@@ -244,7 +246,9 @@ __global__ void __launch_bounds__(kHeadThreads)
 __global__ void chain_finish(const __grid_constant__ DraftChainArgs p) {
   previous_launch_done();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= p.batch * p.drafts) return;
+  const int64_t b = i / p.drafts;
+  if (i >= p.batch * p.drafts || (p.num_active != nullptr && b >= *p.num_active)) return;
+  if (i % p.drafts == 0) p.restarts[b] = 0;
   p.tokens[i] = key_id(p.keys[i]);
   p.scores[i] = key_value(p.keys[i]);
 }

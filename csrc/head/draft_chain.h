@@ -30,7 +30,7 @@ namespace domino {
 struct DraftChainParams {
   int64_t* tokens;          // [batch, drafts], contiguous: y_1 .. y_drafts
   float* scores;            // [batch, drafts], contiguous: the score of each
-  void* workspace;          // DraftChainWorkspace.bytes, 16-byte aligned; CUDA only
+  void* workspace;          // draft_chain_workspace() bytes, 16-byte aligned; CUDA only
   const void* base_logits;  // [batch, slots, vocab] of base_dtype
   const void* hidden;       // [batch, slots, hidden_width]
   const int64_t* anchor;    // [batch]
@@ -126,11 +126,16 @@ struct ChainControl {
   uint32_t epoch;  // of the next draft_chain_block launch: a multiple of kEpochStride, wraps around
   uint32_t left;   // blocks that have left the launch; the last one moves epoch on
   uint32_t aborted;    // not 0: draft_chain_block gave up waiting for one of its blocks
+  uint32_t mute;       // for tests: 1 + a block of draft_chain_block that stays silent; 0: none
   uint32_t certified;  // blocks that have finished the running draft_chain_certify launch
   uint32_t arrived;    // at the barriers of the running draft_chain_finish launch, all together
-  uint32_t unused[27];
+  uint32_t unused[26];
 };
 constexpr uint32_t kEpochStride = 32;
+
+// draft_chain_block: rows of a group of blocks, and bytes of the keys that it passes around
+constexpr int kGroupRows = 32;
+constexpr int kKeyBytes = 64 * 32 * 8;
 
 struct ChainBlockParams : DraftChainParams {
   bool portable;  // nothing above sm_80, on any GPU
@@ -160,20 +165,20 @@ DOMINO_HD float adjusted_base(const DraftChainParams& p, const Base* row, int64_
 }
 
 struct ChainBlockWorkspace {
-  int64_t control, exchange;  // these two are zeroed once, before the first use
+  int64_t control, exchange;  // kept_bytes()
   int64_t first, keys, pool, from_hidden, low_rank, states, tile_max, shortlist;
   int64_t bytes;
 
   explicit ChainBlockWorkspace(const ChainBlockParams& p) {
     const auto take = [&](int64_t size) {
       const int64_t at = bytes;
-      bytes += (size + 255) / 256 * 256;
+      bytes += padded(size);
       return at;
     };
     const int64_t rows = p.batch * p.corrected();
-    bytes = 0;
-    control = take(sizeof(ChainControl));
-    exchange = take(exchange_bytes(p.units, p.rank));
+    control = 0;
+    exchange = padded(sizeof(ChainControl));
+    bytes = kept_bytes(p.units, p.rank);
     first = take(p.batch * 4);
     keys = take(p.batch * p.drafts * 8);
     pool = take(p.batch * p.pools * p.pool_size * 4);
@@ -184,9 +189,16 @@ struct ChainBlockWorkspace {
     shortlist = take(shortlist_workspace(p.batch, p.pools, p.vocab));
   }
 
-  // Two groups of 32 rows: two states and u in words of 4 values; keys: 32 words a block.
+  static int64_t padded(int64_t size) { return (size + 255) / 256 * 256; }
+
+  // What stands first in a workspace of either form, zeroed once and kept from call to call.
+  static int64_t kept_bytes(int64_t units, int64_t rank) {
+    return padded(sizeof(ChainControl)) + padded(exchange_bytes(units, rank));
+  }
+
+  // u of two groups in words of 2 values; two sets of states of even and odd drafts and of keys
   static int64_t exchange_bytes(int64_t units, int64_t rank) {
-    return 2 * (32 * (units / 2 + rank / 4) + 64 * 32) * 16;
+    return 2 * kGroupRows * rank * 4 + 2 * 2 * (2 * kGroupRows * units * 2 + kKeyBytes);
   }
 
   void bind(ChainBlockParams& p, void* memory) const {
@@ -205,11 +217,25 @@ struct ChainBlockWorkspace {
 };
 
 // Launchers of the block form; each a phase of draft_chain_cuda.
-int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);  // shortlist.cu
+int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);
 int draft_chain_block_cuda(const ChainBlockParams& p, bool restart, void* stream);
 int draft_chain_certify_cuda(const ChainBlockParams& p, bool restart, void* stream);
 // Exact drafts from first[b] on for the rows where first[b] < drafts, a pass over W2 each.
-int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);  // draft_chain_certify.cu
+int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);
+// The whole draft by single blocks: always, or where control->aborted.
+int draft_chain_rescue_cuda(const ChainBlockParams& p, bool always, void* stream);
+// scores and log_probs of drawn drafts, from pool_logits.
+int draft_chain_law_cuda(const ChainBlockParams& p, void* stream);
+
+// Bytes of workspace that either form needs.
+inline int64_t draft_chain_workspace(const DraftChainParams& p) {
+  ChainBlockParams block{};
+  static_cast<DraftChainParams&>(block) = p;
+  const int64_t plain = ChainBlockWorkspace::kept_bytes(p.units, p.rank) +
+                        DraftChainWorkspace(p.batch, p.drafts, p.units, p.rank).bytes;
+  const int64_t with_pools = ChainBlockWorkspace(block).bytes;
+  return plain > with_pools ? plain : with_pools;
+}
 
 int draft_chain_cuda(const DraftChainParams& p, void* stream);
 int draft_chain_cpu(const DraftChainParams& p);

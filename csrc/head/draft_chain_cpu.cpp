@@ -2,9 +2,12 @@
 #include <vector>
 
 #include "common/argmax_key.h"
+#include "common/dot_cpu.h"
 #include "common/rows_times.h"
 #include "head/draft_chain.h"
+#include "head/draft_draw.h"
 #include "head/gru_cell.h"
+#include "head/shortlist.h"
 
 namespace domino {
 
@@ -36,11 +39,22 @@ class DraftChain {
         delta_(p.batch * kTile) {}
 
   int run() {
+    const bool pooled = p_.pool_size > 0 && !p_.exact;
+    if (pooled) {
+      const int status = find_pools();
+      if (status != kOk) return status;
+    }
     for (int64_t b = 0; b < p_.batch; ++b) token_[b] = p_.anchor[b];
+    for (int64_t b = 0; b < active(); ++b)
+      if (p_.restarts) p_.restarts[b] = 0;
     for (int64_t j = 0; j < p_.drafts; ++j) {
       if (p_.drafts > p_.prefix) step_state();
       if (j >= p_.prefix) compute_low_rank(p_.first_slot + j);
-      choose(j);
+      if (!pooled || (j < p_.prefix && !p_.temperature)) {
+        choose(j);
+      } else {
+        for (int64_t b = 0; b < active(); ++b) choose_from_pool(b, j);
+      }
     }
     return kOk;
   }
@@ -48,18 +62,104 @@ class DraftChain {
  private:
   static constexpr int64_t kTile = 256;  // vocabulary rows scored at a time
 
+  int64_t active() const {
+    return p_.num_active ? std::max<int64_t>(0, std::min<int64_t>(*p_.num_active, p_.batch))
+                         : p_.batch;
+  }
+
+  const Base* base_row(int64_t b, int64_t j) const {
+    return static_cast<const Base*>(p_.base_logits) + b * p_.base_batch_stride +
+           (p_.first_slot + j) * p_.base_slot_stride;
+  }
+
+  // The GRU's input product comes rounded from the table, where there is one.
+  void read_table(int64_t b, int64_t id) {
+    constexpr int64_t kUnits = 16;  // of a group in the table
+    const T* row = static_cast<const T*>(p_.table) + id * 3 * p_.units;
+    for (int64_t unit = 0; unit < p_.units; ++unit)
+      for (int64_t gate = 0; gate < 3; ++gate)
+        gates_x_[(b * 3 + gate) * p_.units + unit] =
+            to_float(row[(unit / kUnits * 3 + gate) * kUnits + unit % kUnits]);
+  }
+
+  int find_pools() {
+    pool_.resize(p_.batch * p_.pools * p_.pool_size);
+    ShortlistParams list{};
+    list.ids = pool_.data();
+    list.base_logits = base_row(0, 0);
+    list.mask = p_.mask;
+    list.bias = p_.bias;
+    list.num_active = p_.num_active;
+    list.batch = p_.batch;
+    list.slots = p_.drafts;
+    list.prefix = p_.temperature || p_.prefix >= p_.drafts ? 0 : p_.prefix;
+    list.vocab = p_.vocab;
+    list.vocab_valid = p_.vocab_valid;
+    list.pools = p_.pools;
+    list.size = p_.pool_size;
+    list.base_batch_stride = p_.base_batch_stride;
+    list.base_slot_stride = p_.base_slot_stride;
+    list.mask_stride = p_.mask_stride;
+    list.bias_stride = p_.bias_stride;
+    list.dtype = p_.base_dtype;
+    return shortlist_cpu(list);
+  }
+
+  // y_{j+1} of row b: the pool's argmax, or drawn from its law
+  void choose_from_pool(int64_t b, int64_t j) {
+    const int32_t* pool = &pool_[(b * p_.pools + (p_.pools > 1 ? j : 0)) * p_.pool_size];
+    const float temperature = p_.temperature ? p_.temperature[b] : 0.0f;
+    const bool drawn = temperature > 0.0f;
+    DraftDraw draw{};
+    if (drawn) draw = {{p_.seed[b], p_.block_start[b]}, 1.0f / temperature, static_cast<int>(j)};
+    std::vector<float> logits(p_.pool_size, -INFINITY);
+    uint64_t best = 0;
+    int64_t at = 0;
+    for (int64_t m = 0; m < p_.pool_size; ++m) {
+      const int64_t v = pool[m];
+      if (v < 0) continue;
+      logits[m] = adjusted_base(p_, base_row(b, j), b, v);
+      if (j >= p_.prefix)
+        logits[m] +=
+            dot(static_cast<const T*>(p_.w2) + v * p_.rank, &low_rank_[b * p_.rank], p_.rank);
+      const uint32_t id = static_cast<uint32_t>(v);
+      const uint64_t key =
+          argmax_key(drawn ? draw.order(logits[m], draw.bonus(id)) : logits[m], id);
+      if (key > best) best = key, at = m;
+    }
+    const int64_t n = b * p_.drafts + j;
+    token_[b] = p_.tokens[n] = pool[at];
+    p_.scores[n] = logits[at];
+    if (!p_.temperature) return;
+    std::copy_n(pool, p_.pool_size, p_.pool_ids + n * p_.pool_size);
+    std::copy_n(logits.data(), p_.pool_size, p_.pool_logits + n * p_.pool_size);
+    p_.log_probs[n] = pool_log_prob(logits.data(), p_.pool_size, logits[at], temperature);
+  }
+
+  static float pool_log_prob(const float* logits, int64_t size, float logit, float temperature) {
+    const float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
+    const float top = *std::max_element(logits, logits + size);
+    double sum = 0.0;
+    for (int64_t m = 0; m < size; ++m) sum += std::exp((logits[m] - top) * inverse);
+    return static_cast<float>((logit - top) * inverse - std::log(sum));
+  }
+
   // S_j = GRU(E[y_j], S_{j-1}), or without a GRU E[y_j]
   void step_state() {
     const int64_t units = p_.units, inputs = p_.inputs;
     for (int64_t b = 0; b < p_.batch; ++b) {
       const int64_t id = clamp_id(token_[b], p_.vocab);
+      if (p_.table) {
+        read_table(b, id);
+        continue;
+      }
       widen(static_cast<const T*>(p_.embedding) + id * inputs, inputs, &row_[b * inputs]);
     }
     if (p_.w_hh == nullptr) {
       std::copy_n(row_.begin(), state_.size(), state_.begin());
       return;
     }
-    product(p_.w_ih, inputs, 3 * units, inputs, row_, gates_x_);
+    if (!p_.table) product(p_.w_ih, inputs, 3 * units, inputs, row_, gates_x_);
     product(p_.w_hh, units, 3 * units, units, state_, gates_s_);
     for (int64_t b = 0; b < p_.batch; ++b) {
       const float* x = &gates_x_[b * 3 * units];
@@ -91,7 +191,6 @@ class DraftChain {
   // y_{j+1} = argmax over the vocabulary, a tile of W2 rows at a time for the whole batch
   void choose(int64_t j) {
     const bool corrected = j >= p_.prefix;
-    const int64_t slot = p_.first_slot + j;
     std::vector<uint64_t> best(p_.batch, 0);
     for (int64_t v0 = 0; v0 < p_.vocab; v0 += kTile) {
       const int64_t count = std::min(kTile, p_.vocab - v0);
@@ -99,18 +198,18 @@ class DraftChain {
         rows_times(static_cast<const T*>(p_.w2) + v0 * p_.rank, p_.rank, count, p_.rank,
                    low_rank_.data(), p_.rank, p_.batch, delta_.data(), kTile);
       for (int64_t b = 0; b < p_.batch; ++b) {
-        const Base* base = static_cast<const Base*>(p_.base_logits) + b * p_.base_batch_stride +
-                           slot * p_.base_slot_stride + v0;
+        const Base* base = base_row(b, j);
         const float* delta = &delta_[b * kTile];
         uint64_t key = best[b];
         for (int64_t v = 0; v < count; ++v) {
-          const float score = to_float(base[v]) + (corrected ? delta[v] : 0.0f);
+          const float score =
+              adjusted_base(p_, base, b, v0 + v) + (corrected ? delta[v] : 0.0f);
           key = std::max(key, argmax_key(score, static_cast<uint32_t>(v0 + v)));
         }
         best[b] = key;
       }
     }
-    for (int64_t b = 0; b < p_.batch; ++b) {
+    for (int64_t b = 0; b < active(); ++b) {
       token_[b] = p_.tokens[b * p_.drafts + j] = key_id(best[b]);
       p_.scores[b * p_.drafts + j] = key_value(best[b]);
     }
@@ -125,6 +224,7 @@ class DraftChain {
 
   const DraftChainParams& p_;
   std::vector<int64_t> token_;
+  std::vector<int32_t> pool_;  // [batch, pools, pool_size]
   std::vector<float> row_, gates_x_, gates_s_, state_, low_rank_, from_hidden_, delta_;
 };
 

@@ -7,8 +7,8 @@ namespace {
 template <class T, int kSteps>
 int launch(const ChainBlockParams& p, int processors, bool overlap, cudaStream_t stream) {
   const auto kernel = chain_finish<T, kSteps>;
-  LaunchShape shape{dim3(processors), kBlockThreads};
-  shape.shared = kBlockWarps * sizeof(typename CertifyRows<T, 1, 0>::Stage) +
+  LaunchShape shape{dim3(processors), kFinishThreads};
+  shape.shared = kStateParts * sizeof(typename CertifyRows<T, 1, 0>::Stage) +
                  kFinishColumns / kTileColumns * sizeof(CertifyTile) + p.batch * sizeof(int);
   shape.overlap = overlap;
   shape.cooperative = true;

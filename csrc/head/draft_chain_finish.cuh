@@ -15,13 +15,14 @@
 
 namespace domino {
 
+constexpr int kFinishThreads = kStateParts * kWarpSize;
 constexpr uint32_t kFinishPatience = 1 << 22;  // cycles at a barrier, about 2 ms
 constexpr int kFinishColumns = 64;             // batch rows that are scored together
 
 struct FinishMemory {
-  float parts[kBlockWarps * 3 * 128];  // [warps, gates, lanes, 4]: sums over a warp's k
+  float parts[kStateParts * 3 * 128];  // [warps, gates, lanes, 4]: sums over a warp's k
   unsigned long long best[kFinishColumns];
-  int slots[kBlockWarps];
+  int slots[kStateParts];
   bool leave;
 };
 
@@ -76,7 +77,8 @@ struct StateProduct {
 
   // state: of column lane / 4; null: zero
   __device__ __forceinline__ void times(const T* state, int units, FinishMemory& memory) const {
-    float sums[kGates][4] = {};
+    constexpr bool kApart = kGates == 1;  // u: each MMA by itself (sum_of_steps)
+    float sums[kApart ? kSteps : kGates][4] = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int k = (warp_id() * kSteps + i) * 16 + 4 * (lane_id() % 4);
@@ -84,8 +86,11 @@ struct StateProduct {
       if (state && k < units) s = __ldcg(reinterpret_cast<const uint2*>(state + k));
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate)
-        mma_16x8x16<T>(sums[gate], a[gate][i].x, a[gate][i].y, a[gate][i].z, a[gate][i].w, s.x,
-                       s.y);
+        mma_16x8x16<T>(sums[kApart ? i : gate], a[gate][i].x, a[gate][i].y, a[gate][i].z,
+                       a[gate][i].w, s.x, s.y);
+    }
+    if constexpr (kApart) {
+      for (int element = 0; element < 4; ++element) sums[0][element] = sum_of_steps(sums, element);
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate)
@@ -98,22 +103,22 @@ struct StateProduct {
   static __device__ __forceinline__ float total(const FinishMemory& memory, int gate, int row,
                                                 int column) {
     const int at = (row % 8 * 4 + column / 2) * 4 + row / 8 * 2 + column % 2;
-    return sum_of_warps<kGates * 128>(memory.parts + gate * 128 + at);
+    return sum_of_parts<kGates * 128>(memory.parts + gate * 128 + at);
   }
 };
 
 template <class T, int kSteps>
-__global__ void __launch_bounds__(kBlockThreads, 1)
+__global__ void __launch_bounds__(kFinishThreads, 1)
     chain_finish(const __grid_constant__ ChainBlockParams p) {
   extern __shared__ uint4 shared[];
   __shared__ FinishMemory memory;
   auto* const stages = reinterpret_cast<typename CertifyRows<T, 1, 0>::Stage*>(shared);
-  CertifyTile* const u = reinterpret_cast<CertifyTile*>(stages + kBlockWarps);
+  CertifyTile* const u = reinterpret_cast<CertifyTile*>(stages + kStateParts);
   int* const list = reinterpret_cast<int*>(u + kFinishColumns / kTileColumns);
 
   previous_launch_done();
   if (p.control->aborted) return;
-  const PendingRows<kBlockThreads> pending(p, list, memory.slots);
+  const PendingRows<kFinishThreads> pending(p, list, memory.slots);
   if (pending.count == 0) return;
   const int units = static_cast<int>(p.units), rank = static_cast<int>(p.rank);
   const int drafts = static_cast<int>(p.drafts), corrected = static_cast<int>(p.corrected());
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     return reinterpret_cast<unsigned long long*>(p.keys) + b * drafts + j;
   };
   if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < pending.count * drafts; i += kBlockThreads) {
+    for (int i = threadIdx.x; i < pending.count * drafts; i += kFinishThreads) {
       const int b = list[i / drafts], j = i % drafts;
       if (j >= p.first[b]) *key_at(b, j) = 0;
     }
@@ -144,19 +149,32 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
           static_cast<int64_t>(units) * units, units);
       for (int first = 0; first < pending.count; first += kTileColumns) {
         const bool column = pends(first + g, j);
+        const int row = threadIdx.x % 16, n = first + threadIdx.x / 16;
+        const bool mine = threadIdx.x < 16 * kTileColumns && pends(n, j);
+        const auto token = [&](int n) {
+          return clamp_id(key_id(__ldcg(key_at(list[n], j - 1))), p.vocab);
+        };
+        float x[3] = {};
+        if (p.table == nullptr) {
+          input_product<T, 1>(p, memory.parts, column ? token(first + g) : 0, tile * 16);
+          __syncthreads();
+          for (int gate = 0; mine && gate < 3; ++gate)
+            x[gate] = product.total(memory, gate, row, n - first);
+          __syncthreads();
+        } else if (mine) {
+          const T* from =
+              static_cast<const T*>(p.table) + (token(n) * (units / 16) + tile) * 48 + row;
+          for (int gate = 0; gate < 3; ++gate) x[gate] = to_float(from[gate * 16]);
+        }
         product.times(
             column ? states + (static_cast<int64_t>(list[first + g]) * drafts + j - 1) * units
                    : nullptr,
             units, memory);
-        const int row = threadIdx.x % 16, n = first + threadIdx.x / 16;
-        if (threadIdx.x < 16 * kTileColumns && pends(n, j)) {
-          const int64_t b = list[n], y = clamp_id(key_id(__ldcg(key_at(b, j - 1))), p.vocab);
-          const T* x = static_cast<const T*>(p.table) + (y * (units / 16) + tile) * 48 + row;
-          const int64_t at = (b * drafts + j) * units + tile * 16 + row;
+        if (mine) {
+          const int64_t at = (static_cast<int64_t>(list[n]) * drafts + j) * units + tile * 16 + row;
           T before;
           before.bits = __ldcg(&states[at - units].bits);
-          states[at] = gru_unit<T>(to_float(x[0]), to_float(x[16]), to_float(x[32]),
-                                   product.total(memory, 0, row, n - first),
+          states[at] = gru_unit<T>(x[0], x[1], x[2], product.total(memory, 0, row, n - first),
                                    product.total(memory, 1, row, n - first),
                                    product.total(memory, 2, row, n - first), to_float(before));
         }
@@ -167,9 +185,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
     // u, a tile of 16 rows of W1s a block
     for (int tile = blockIdx.x; together && tile < rank / 16; tile += gridDim.x) {
-      const int64_t stride = p.inputs + p.units;
+      const int64_t stride = p.hidden_width + p.units;
       const StateProduct<T, kSteps, 1> product(
-          static_cast<const T*>(p.w1) + p.inputs + tile * 16 * stride, stride, 0, units);
+          static_cast<const T*>(p.w1) + p.hidden_width + tile * 16 * stride, stride, 0, units);
       for (int first = 0; first < pending.count; first += kTileColumns) {
         const bool column = pends(first + g, j);
         product.times(column ? states + (static_cast<int64_t>(list[first + g]) * drafts + j) * units
@@ -200,7 +218,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
       });
       copy_async_wait<0>();
       __syncthreads();
-      sweep_vocabulary<kBlockWarps>(w2, vocab, 0, steps, u, tiles, stages[warp_id()], memory.best,
+      sweep_vocabulary<kStateParts>(w2, vocab, 0, steps, u, tiles, stages[warp_id()], memory.best,
                                     [&](int column, int v) {
                                       const int n = first + column;
                                       if (!pends(n, j)) return -INFINITY;
@@ -219,7 +237,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (threadIdx.x == 0) memory.leave = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
   __syncthreads();
   if (!memory.leave) return;
-  for (int i = threadIdx.x; together && i < pending.count * drafts; i += kBlockThreads) {
+  for (int i = threadIdx.x; together && i < pending.count * drafts; i += kFinishThreads) {
     const int64_t b = list[i / drafts];
     const int j = i % drafts;
     if (j < p.first[b]) continue;
@@ -228,7 +246,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     p.scores[b * drafts + j] = key_value(key);
   }
   __syncthreads();
-  for (int i = threadIdx.x; together && i < pending.count; i += kBlockThreads)
+  for (int i = threadIdx.x; together && i < pending.count; i += kFinishThreads)
     p.first[list[i]] = drafts;
   if (threadIdx.x == 0) p.control->left = p.control->arrived = 0;
 }

@@ -45,7 +45,8 @@ int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream) {
   list.num_active = p.num_active;
   list.batch = p.batch;
   list.slots = p.drafts;
-  list.prefix = p.prefix < p.drafts ? p.prefix : p.drafts;
+  // drawn drafts come from the pool in front of the prefix's end too
+  list.prefix = p.temperature ? 0 : p.prefix < p.drafts ? p.prefix : p.drafts;
   list.vocab = p.vocab;
   list.vocab_valid = p.vocab_valid;
   list.pools = p.pools;

@@ -1,6 +1,6 @@
 """The tensors of a Domino head, checked once."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,9 @@ PUBLIC_NAMES = {
 TOKEN_GRU_NAMES = PUBLIC_NAMES | {"w1": "rank_proj.weight", "w2": "low_rank_lm_head.weight"}
 MARKOV_NAMES = {"embedding": "markov_head.markov_w1.weight", "w2": "markov_head.markov_w2.weight"}
 GATED_MARKOV_NAMES = MARKOV_NAMES | {"w1": "markov_head.gate_proj.weight"}
+
+_TABLE_ROWS = 16384  # of the embedding at a time: what with_table() needs besides the table
+_UNITS = 16  # units whose three gates stand together in the table: those of a block of the kernel
 
 LOW_RANK = {"silu": 0, "linear": 1, "gate": 2, "row": 3}  # LowRank of csrc/head/low_rank.h
 
@@ -35,6 +38,9 @@ class HeadWeights:
         "gate"     sigmoid(W1 [H ; E]) * E  DSpark's gated Markov head
         "row"      E                        DSpark's Markov head
 
+    `with_table()` adds the GRU's input product of every id, E W_ih^T: draft_chain then reads a row
+    of it a step instead of W_ih. It takes V * 3G elements: 890 MiB for Qwen3-8B, 72 for SmolLM2.
+
     A scale of the correction (DeLS-Spec mixes the local logits with a weight) belongs into w2.
 
     Args:
@@ -47,6 +53,7 @@ class HeadWeights:
         embedding: [V, I] the target's token embedding, which the GRU reads; without a GRU [V, R],
             the head's own table of tokens.
         low_rank: "silu", "linear", "gate" or "row".
+        table: [V, G / 16, 3, 16] or None: from `with_table()`.
 
     Raises:
         TypeError, ValueError: a tensor does not fit the others.
@@ -61,6 +68,7 @@ class HeadWeights:
     w2: torch.Tensor
     embedding: torch.Tensor
     low_rank: str = "silu"
+    table: torch.Tensor | None = None
 
     def __post_init__(self):
         op = "HeadWeights"
@@ -82,7 +90,9 @@ class HeadWeights:
             if self.low_rank != "gate" and width != units:
                 width = inputs + units
             shapes["w1"] = (rank, max(width, units))
-        for name in ("w_ih", "w_hh", "w1"):
+        if self.table is not None and self.low_rank in ("silu", "linear"):
+            shapes["table"] = (vocab, _table_groups(op, units), 3, _UNITS)
+        for name in ("w_ih", "w_hh", "w1", "table"):
             if name not in shapes and getattr(self, name) is not None:
                 raise ValueError(
                     f"{op}: {name}: got a tensor, expected None with low_rank={self.low_rank!r}"
@@ -141,6 +151,17 @@ class HeadWeights:
         fields.setdefault("embedding", embedding)
         return cls(**fields, low_rank=low_rank)
 
+    def with_table(self):
+        """These weights with the input table, one rounding of fp32 sums. Computed here, once."""
+        if not self.recurrent:
+            raise ValueError(f"HeadWeights: with_table: got low_rank={self.low_rank!r}: no GRU")
+        shape = self.vocab_size, _table_groups("HeadWeights", self.gru_size), 3, _UNITS
+        table = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for rows, out in zip(self.embedding.split(_TABLE_ROWS), table.split(_TABLE_ROWS)):
+            product = rows @ self.w_ih.T
+            out.copy_(product.view(len(rows), 3, -1, _UNITS).transpose(1, 2))
+        return replace(self, table=table)
+
     @property
     def vocab_size(self):
         return self.w2.size(0)
@@ -183,12 +204,19 @@ class HeadWeights:
         return self.w2.device
 
     def __repr__(self):
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        sizes = {n: t.nbytes for n, t in tensors.items() if isinstance(t, torch.Tensor)}
-        shared = sizes.pop("embedding") if self.recurrent else 0
+        mib = lambda *some: sum(t.nbytes for t in some if t is not None) / 2**20  # noqa: E731
+        own = mib(self.w_ih, self.w_hh, self.w1, self.w2)
+        table = "" if self.table is None else f" + {mib(self.table):.1f} MiB input table"
+        shared = mib(self.embedding) if self.recurrent else 0.0
         return (
             f"HeadWeights({self.low_rank}, V={self.vocab_size}, H={self.hidden_size}, "
             f"G={self.gru_size}, R={self.rank}, {str(self.dtype).removeprefix('torch.')}, "
-            f"{self.device}, {sum(sizes.values()) / 2**20:.1f} MiB + {shared / 2**20:.1f} MiB "
-            f"embedding of the target)"
+            f"{self.device}, {own + mib(self.embedding) - shared:.1f} MiB{table} + "
+            f"{shared:.1f} MiB embedding of the target)"
         )
+
+
+def _table_groups(op, units):
+    if units % _UNITS:
+        raise ValueError(f"{op}: table: got G={units}, expected a multiple of {_UNITS}")
+    return units // _UNITS

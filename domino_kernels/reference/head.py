@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from domino_kernels import rng
+
 
 def sigmoid(value):
     # the two-sided form: exp never overflows
@@ -65,7 +67,33 @@ class Replay(NamedTuple):
     regret: np.ndarray
 
 
-def _walk(base, hidden, anchor, weights, num_drafts, shift_label, prefix, dtype, given):
+def top_pool(base: np.ndarray, size: int) -> np.ndarray:
+    """Ids of the `size` largest of `base [.., V]`, ties to the lowest id, in ascending order."""
+    order = np.argsort(-np.where(np.isnan(base), -np.inf, base), axis=-1, kind="stable")
+    return np.sort(order[..., :size], axis=-1)
+
+
+class Drawn(NamedTuple):
+    """How drafts are drawn: arrays [B]; temperature 0 takes the argmax."""
+
+    temperature: np.ndarray
+    seed: np.ndarray
+    block_start: np.ndarray
+
+    def order(self, scores, draft):
+        """The values whose argmax draft `draft` is: scores [B, V]."""
+        index = np.arange(scores.shape[-1])
+        words = rng.words(
+            self.seed[:, None], self.block_start[:, None], draft, rng.DRAFT_TOKEN, index
+        )
+        warm = np.asarray(self.temperature, np.float64)[:, None]
+        noise = -np.log(rng.exponential(words))
+        return np.where(warm > 0, scores / np.where(warm > 0, warm, 1) + noise, scores)
+
+
+def _walk(
+    base, hidden, anchor, weights, num_drafts, shift_label, prefix, dtype, given, pools, drawn
+):
     w_ih, w_hh, w1, w2, embedding = (np.asarray(w, dtype=np.float64) for w in weights)
     base, hidden = np.asarray(base, np.float64), np.asarray(hidden, np.float64)
     rounded = round_to(dtype)
@@ -82,6 +110,12 @@ def _walk(base, hidden, anchor, weights, num_drafts, shift_label, prefix, dtype,
             mixed = hidden[:, slot] @ w1[:, :width].T + state @ w1[:, width:].T
             low_rank = rounded(mixed * sigmoid(mixed))  # SiLU
             scores = scores + low_rank @ w2.T
+        if pools is not None and (draft >= prefix or drawn is not None):
+            outside = np.ones(scores.shape, bool)
+            np.put_along_axis(outside, pools[:, draft % pools.shape[1]], False, axis=-1)
+            scores = np.where(outside, -np.inf, scores)
+        if drawn is not None:
+            scores = drawn.order(scores, draft)
         best = first_argmax(scores)
         top = scores[rows, best]
         token = best if given is None else np.asarray(given)[:, draft]
@@ -92,18 +126,52 @@ def _walk(base, hidden, anchor, weights, num_drafts, shift_label, prefix, dtype,
 
 
 def draft_chain(
-    base, hidden, anchor, weights, *, num_drafts=15, shift_label=True, prefix=1, dtype="float32"
+    base,
+    hidden,
+    anchor,
+    weights,
+    *,
+    num_drafts=15,
+    shift_label=True,
+    prefix=1,
+    dtype="float32",
+    pools=None,
+    drawn=None,
 ) -> Replay:
     """The chain itself: `base [B,S,V]`, `hidden [B,S,H]`, `anchor [B]`.
 
     `weights` are `(w_ih [3G,H], w_hh [3G,G], w1 [R,H+G], w2 [V,R], embedding [V,H])`; `dtype`
-    names the weights' dtype, to which the state and the low-rank input are rounded.
+    names the weights' dtype, to which the state and the low-rank input are rounded. `pools`
+    [B, 1 or num_drafts, M] are the ids that corrected drafts are taken from, `drawn` a Drawn: then
+    all drafts are, and scores stand for score / temperature + noise.
     """
-    return _walk(base, hidden, anchor, weights, num_drafts, shift_label, prefix, dtype, None)
+    return _walk(
+        base,
+        hidden,
+        anchor,
+        weights,
+        num_drafts,
+        shift_label,
+        prefix,
+        dtype,
+        None,
+        pools,
+        drawn,
+    )
 
 
 def replay_chain(
-    tokens, base, hidden, anchor, weights, *, shift_label=True, prefix=1, dtype="float32"
+    tokens,
+    base,
+    hidden,
+    anchor,
+    weights,
+    *,
+    shift_label=True,
+    prefix=1,
+    dtype="float32",
+    pools=None,
+    drawn=None,
 ) -> Replay:
     """The same scores teacher-forced on `tokens [B,K]`.
 
@@ -111,4 +179,4 @@ def replay_chain(
     explain it, because then the fp64 winner leads by less than the kernel's error.
     """
     k = np.asarray(tokens).shape[1]
-    return _walk(base, hidden, anchor, weights, k, shift_label, prefix, dtype, tokens)
+    return _walk(base, hidden, anchor, weights, k, shift_label, prefix, dtype, tokens, pools, drawn)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from domino_kernels import draft_chain_out, draft_chain_workspace, verify_chain
+from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
 
 from . import fused_ops as ops
 from .fused import FusedDrafter, FusedTarget
@@ -96,7 +96,7 @@ class Cycle:
         self._graphs: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._borrowed: dict[int, int] = {}
         self._costs: dict[tuple[int, int, bool], float] = {}
-        self._chains: dict[tuple[int, int], Tensor] = {}
+        self._chains: dict[tuple[int, int], ChainPlan] = {}
         self._pool = None
         self._hosts: list[Tensor] = []
         self._turn = 0
@@ -205,7 +205,6 @@ class Cycle:
             return base[:, first : first + drafts].argmax(-1)
         if base.dtype != head.w2.dtype:
             base = base.float()
-        proposed = torch.empty(rows, drafts, dtype=torch.int64, device=self.device)
         return draft_chain_out(
             base,
             hidden,
@@ -213,16 +212,15 @@ class Cycle:
             head,
             shift_label=config.shift_label,
             pure_draft_prefix_len=config.pure_draft_prefix_len,
-            out=proposed,
-            scores=torch.empty(rows, drafts, dtype=torch.float32, device=self.device),
-            workspace=self._chain_workspace(rows, drafts),
-        )
+            out=DraftResult.empty(head, rows, num_drafts=drafts),
+            plan=self._chain_plan(rows, drafts),
+        ).tokens
 
-    def _chain_workspace(self, rows: int, drafts: int) -> Tensor:
+    def _chain_plan(self, rows: int, drafts: int) -> ChainPlan:
         """Made before a capture, by the run that precedes it: its contents may outlive a replay."""
         key = rows, drafts
         if key not in self._chains:
-            self._chains[key] = draft_chain_workspace(rows, drafts, self.session.head)
+            self._chains[key] = ChainPlan(self.session.head, rows, num_drafts=drafts)
         return self._chains[key]
 
     # ---- graphs ----

@@ -1,0 +1,479 @@
+"""draft_chain: the ids that a Domino head drafts behind an anchor, a whole block in one call."""
+
+from typing import NamedTuple
+
+import torch
+
+from domino_kernels import _C
+from domino_kernels.ops import checks
+from domino_kernels.ops.head_weights import LOW_RANK, HeadWeights
+from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
+
+POOLS = ("block", "slot")
+
+
+class DraftResult(NamedTuple):
+    """What a draft returns besides its ids. K = num_drafts, M = pool_size.
+
+    tokens [B, K] int64: y_1 .. y_K.
+    scores [B, K] float32: the score (corrected logit) of each.
+    restarts [B] int32: how often a winner outside the pool made the row start again (exact).
+    log_probs [B, K] float32, pool_ids [B, K, M] int32, pool_logits [B, K, M] float32: where drafts
+        are drawn (temperature given), otherwise None. The law that draft j was drawn from is
+        softmax(pool_logits[b, j] / temperature[b]) on pool_ids[b, j], -1 for unused entries;
+        log_probs is that of the drawn id. A row of temperature 0 takes the pool's argmax, and its
+        log_probs are those at temperature 1.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    restarts: torch.Tensor
+    log_probs: torch.Tensor | None
+    pool_ids: torch.Tensor | None
+    pool_logits: torch.Tensor | None
+
+    @classmethod
+    def empty(
+        cls, weights, batch, *, num_drafts=15, pool_size=None, vocab_valid=None, sampled=False
+    ):
+        """Memory for `draft_chain_out`."""
+        size = _pool_size("draft_chain", pool_size, batch, vocab_valid or weights.vocab_size)
+        new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=weights.device)  # noqa: E731
+        return cls(
+            new(torch.int64, batch, num_drafts),
+            new(torch.float32, batch, num_drafts),
+            new(torch.int32, batch),
+            new(torch.float32, batch, num_drafts) if sampled else None,
+            new(torch.int32, batch, num_drafts, size) if sampled else None,
+            new(torch.float32, batch, num_drafts, size) if sampled else None,
+        )
+
+
+class ChainPlan:
+    """The memory that draft_chain's launches share, for calls of up to `batch` rows.
+
+    Args:
+        weights: HeadWeights of the calls.
+        batch, num_drafts, pool_size, pool: the largest that a call will have; pool_size None: the
+            default of a call of this batch.
+
+    One call, or one graph replay, may use a plan at a time; what may run at the same time needs a
+    plan each. The memory holds the epochs of the exchanges between thread blocks: nobody else may
+    write to it.
+    """
+
+    def __init__(self, weights, batch, *, num_drafts=15, pool_size=None, pool="block"):
+        _check_weights("ChainPlan", weights)
+        pool_size = _pool_size("ChainPlan", pool_size, batch, weights.vocab_size)
+        pools = num_drafts if _slot_pools("ChainPlan", pool) else 1
+        size = _workspace_bytes(batch, num_drafts, pool_size, pools, weights)
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=weights.device)
+        kept = _kept_bytes(weights)
+        self.workspace[:kept].zero_()
+        self.scratch = self.workspace[kept:]  # nothing in here outlives a call
+
+    def __repr__(self):
+        return f"ChainPlan({self.workspace.nbytes / 2**20:.1f} MiB, {self.workspace.device})"
+
+
+def _launch(
+    base_logits,
+    hidden,
+    anchor,
+    w_ih,
+    w_hh,
+    w1,
+    w2,
+    embedding,
+    low_rank,
+    table,
+    temperature,
+    seed,
+    block_start,
+    num_active,
+    mask,
+    bias,
+    shift_label,
+    pure_draft_prefix_len,
+    exact,
+    pool_size,
+    slot_pools,
+    vocab_valid,
+    workspace,
+    tokens,
+    scores,
+    restarts,
+    log_probs,
+    pool_ids,
+    pool_logits,
+):
+    if workspace.data_ptr() % 16:  # here, where a tensor being traced has become a real one
+        raise ValueError(
+            f"draft_chain: workspace: got address {workspace.data_ptr():#x}, "
+            f"expected 16-byte alignment"
+        )
+    # shapes and strides unpacked: half the host time of size(i) and stride(i) for each
+    batch, drafts = tokens.shape
+    vocab, rank = w2.shape
+    base_batch_stride, base_slot_stride, _ = base_logits.stride()
+    hidden_batch_stride, hidden_slot_stride, _ = (0, 0, 0) if hidden is None else hidden.stride()
+    inputs = embedding.size(1)
+    status = _C.draft_chain(
+        tokens=tokens.data_ptr(),
+        scores=scores.data_ptr(),
+        restarts=restarts.data_ptr(),
+        log_probs=pointer(log_probs),
+        pool_ids=pointer(pool_ids),
+        pool_logits=pointer(pool_logits),
+        workspace=workspace.data_ptr(),
+        base_logits=base_logits.data_ptr(),
+        hidden=pointer(hidden),
+        anchor=anchor.data_ptr(),
+        w_ih=pointer(w_ih),
+        w_hh=pointer(w_hh),
+        w1=pointer(w1),
+        w2=w2.data_ptr(),
+        embedding=embedding.data_ptr(),
+        table=pointer(table),
+        temperature=pointer(temperature),
+        seed=pointer(seed),
+        block_start=pointer(block_start),
+        num_active=pointer(num_active),
+        mask=pointer(mask),
+        bias=pointer(bias),
+        batch=batch,
+        drafts=drafts,
+        first_slot=0 if shift_label else 1,
+        prefix=pure_draft_prefix_len,
+        vocab=vocab,
+        vocab_valid=vocab_valid,
+        inputs=inputs,
+        hidden_width=0 if hidden is None else hidden.size(2),
+        units=inputs if w_hh is None else w_hh.size(1),
+        rank=rank,
+        kind=low_rank,
+        pool_size=pool_size,
+        pools=drafts if slot_pools else 1,
+        exact=exact,
+        base_batch_stride=base_batch_stride,
+        base_slot_stride=base_slot_stride,
+        hidden_batch_stride=hidden_batch_stride,
+        hidden_slot_stride=hidden_slot_stride,
+        mask_stride=0 if mask is None else mask.stride(0),
+        bias_stride=0 if bias is None else bias.stride(0),
+        dtype=DTYPES[w2.dtype],
+        base_dtype=DTYPES[base_logits.dtype],
+        **target(tokens),
+    )
+    check_status("draft_chain", status)
+
+
+_draft_chain = define(
+    "draft_chain(Tensor base_logits, Tensor? hidden, Tensor anchor, Tensor? w_ih, Tensor? w_hh, "
+    "Tensor? w1, Tensor w2, Tensor embedding, int low_rank, Tensor? table, Tensor? temperature, "
+    "Tensor? seed, Tensor? block_start, Tensor? num_active, Tensor? mask, Tensor? bias, "
+    "bool shift_label, int pure_draft_prefix_len, bool exact, int pool_size, bool slot_pools, "
+    "int vocab_valid, Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores, "
+    "Tensor(d!) restarts, Tensor(e!)? log_probs, Tensor(f!)? pool_ids, Tensor(g!)? pool_logits) "
+    "-> ()",
+    _launch,
+)
+
+
+def draft_chain(
+    base_logits,
+    hidden,
+    anchor,
+    weights,
+    *,
+    num_drafts=15,
+    shift_label=True,
+    pure_draft_prefix_len=1,
+    exact=True,
+    pool_size=None,
+    pool="block",
+    temperature=None,
+    seed=None,
+    block_start=None,
+    num_active=None,
+    vocab_valid=None,
+    mask=None,
+    bias=None,
+    plan=None,
+    return_scores=False,
+    return_details=False,
+):
+    """The ids that the Domino head drafts behind an anchor.
+
+    y_0 is the anchor, S_j the GRU state after the embeddings of y_0..y_j, H the hidden rows:
+
+        score of y_{j+1} = base[slot] + [j >= pure_draft_prefix_len] * W2 SiLU(W1 [H[slot] ; S_j])
+
+    with slot = j where shift_label (slot i predicts the token after it) and j + 1 where not (slot i
+    predicts its own token; slot 0 is unused). base is base_logits plus bias, -inf for an id that
+    the mask or vocab_valid exclude. This is Domino's correction; HeadWeights says what stands in
+    its place for its cousins.
+
+    exact: each id is the argmax of its score over the whole vocabulary given the ids before it,
+    ties to the lowest. Not exact: over a pool of ids, those of the largest base logits, which
+    contains the argmax of most slots (`python -m bench.pool_recall`); what is drafted changes how
+    much a verifier accepts, never what it emits. With temperature each id is drawn from its pool:
+    from softmax(score / temperature) on it, by the noise of (seed, block_start, draft j,
+    rng.DRAFT_TOKEN) and the id.
+
+    Sums are fp32. The state and SiLU(..) are rounded to the dtype of the weights, and so is the
+    GRU's input product where `weights` has a table; nothing else between the inputs and the argmax.
+    NaN scores never win; where all are NaN, the lowest id with score NaN. An anchor outside the
+    vocabulary is clamped to it (a check would wait for the device). A row's ids do not depend on
+    the other rows; with exact=False their pool_size must be the same for that.
+
+    On a GPU the block is one persistent launch on the pools, certified against the whole vocabulary
+    where exact, for float16 and bfloat16 weights with G a multiple of 16 up to 1024, R a multiple
+    of 16 up to 256 and H a multiple of 8. Other weights take three launches an id, over the whole
+    vocabulary, exact or not.
+
+    Args:
+        base_logits: [B, S, V] logits of the block's slots; dtype of the weights or float32. Rows
+            may be strided.
+        hidden: [B, S, H] the draft backbone's output (what its lm_head reads), dtype of the
+            weights. Rows may be strided. None for a head that does not see it.
+        anchor: [B] int64, the last committed token of each row.
+        weights: HeadWeights.
+        num_drafts: K, at most S where shift_label, S - 1 where not.
+        shift_label: the label convention that the drafter was trained with.
+        pure_draft_prefix_len: how many drafts take the base logits alone; from num_drafts on, all.
+        exact: see above. Not with temperature.
+        pool_size: M, ids of a pool; None: 2048 for up to 8 rows, 512 for more, V at most.
+        pool: "block", one pool a row, of the largest maxima over its corrected slots, or "slot",
+            one for each draft.
+        temperature: [B] float32 on the device, 0 = greedy in that row; with it seed and
+            block_start, [B] int64: the request's seed, and the absolute position of the anchor.
+        num_active: [1] int32 on the device: rows from it on are padding, and left as they are.
+        vocab_valid: ids from it on (padding of the vocabulary) are never drafted; None: V.
+        mask: [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 set where id v is allowed.
+        bias: [B, V] float32, added to the base logits of every slot.
+        plan: ChainPlan; None: one for this call.
+        return_scores: also return the score of each id.
+        return_details: return a DraftResult; so does a call with temperature.
+
+    Returns:
+        tokens [B, K] int64, or (tokens, scores [B, K] float32), or a DraftResult.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
+
+    Source: Domino (arXiv 2605.29707), section 3.
+    """
+    op = "draft_chain"
+    batch = checks.sizes(op, "base_logits", base_logits, "[B, S, V]")[0]
+    if not isinstance(num_drafts, int) or num_drafts < 1:
+        raise ValueError(f"{op}: num_drafts: got {num_drafts!r}, expected at least 1")
+    _check_weights(op, weights)
+    if plan is None:
+        plan = ChainPlan(weights, batch, num_drafts=num_drafts, pool_size=pool_size, pool=pool)
+    sampled = temperature is not None
+    out = DraftResult.empty(
+        weights,
+        batch,
+        num_drafts=num_drafts,
+        pool_size=pool_size,
+        vocab_valid=vocab_valid,
+        sampled=sampled,
+    )
+    draft_chain_out(
+        base_logits,
+        hidden,
+        anchor,
+        weights,
+        out=out,
+        plan=plan,
+        shift_label=shift_label,
+        pure_draft_prefix_len=pure_draft_prefix_len,
+        exact=exact,
+        pool_size=pool_size,
+        pool=pool,
+        temperature=temperature,
+        seed=seed,
+        block_start=block_start,
+        num_active=num_active,
+        vocab_valid=vocab_valid,
+        mask=mask,
+        bias=bias,
+    )
+    if return_details or sampled:
+        return out
+    return (out.tokens, out.scores) if return_scores else out.tokens
+
+
+def draft_chain_out(
+    base_logits,
+    hidden,
+    anchor,
+    weights,
+    *,
+    out,
+    plan,
+    shift_label=True,
+    pure_draft_prefix_len=1,
+    exact=True,
+    pool_size=None,
+    pool="block",
+    temperature=None,
+    seed=None,
+    block_start=None,
+    num_active=None,
+    vocab_valid=None,
+    mask=None,
+    bias=None,
+):
+    """`draft_chain` into memory of the caller: no allocation, no synchronisation, for CUDA graphs.
+
+    Every tensor is read when the work runs: a graph's replay sees what they hold then.
+
+    Args:
+        out: DraftResult of contiguous tensors (`DraftResult.empty`), whose width is num_drafts.
+        plan: ChainPlan for at least these sizes.
+
+    Returns:
+        out.
+    """
+    op = "draft_chain"
+    _check_weights(op, weights)
+    dtype, device, vocab = weights.dtype, weights.device, weights.vocab_size
+    batch, slots, _ = checks.sizes(op, "base_logits", base_logits, "[B, S, V]")
+    drafts = checks.sizes(op, "out.tokens", out.tokens, "[B, K]")[1]
+    checks.dtype(op, "base_logits", base_logits, {dtype: None, torch.float32: None})
+    checks.tensor(op, "base_logits", base_logits, (batch, slots, vocab), base_logits.dtype, device)
+    if weights.hidden_size == 0:
+        hidden = None
+    else:
+        checks.tensor(op, "hidden", hidden, (batch, slots, weights.hidden_size), dtype, device)
+    checks.tensor(op, "anchor", anchor, (batch,), torch.int64, device)
+    most = slots if shift_label else slots - 1
+    if not 1 <= drafts <= most:
+        raise ValueError(
+            f"{op}: num_drafts: got {drafts}, expected 1..{most} with {slots} slots and "
+            f"shift_label={bool(shift_label)}"
+        )
+    if pure_draft_prefix_len < 0:
+        raise ValueError(
+            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len}, expected at least 0"
+        )
+    vocab_valid = vocab if vocab_valid is None else vocab_valid
+    if not 1 <= vocab_valid <= vocab:
+        raise ValueError(f"{op}: vocab_valid: got {vocab_valid}, expected 1..{vocab}")
+    slot_pools = _slot_pools(op, pool)
+    pool_size = _pool_size(op, pool_size, batch, vocab_valid)
+
+    result = [("tokens", torch.int64, (batch, drafts)), ("scores", torch.float32, (batch, drafts))]
+    result.append(("restarts", torch.int32, (batch,)))
+    law = (None, None, None)
+    if temperature is not None:
+        law = out[3:]
+        if exact:
+            raise ValueError(f"{op}: exact: got True with temperature, expected exact=False")
+        for name, value, kind in (
+            ("temperature", temperature, torch.float32),
+            ("seed", seed, torch.int64),
+            ("block_start", block_start, torch.int64),
+        ):
+            checks.tensor(op, name, value, (batch,), kind, device)
+            checks.contiguous(op, name, value)
+        result.append(("log_probs", torch.float32, (batch, drafts)))
+        result.append(("pool_ids", torch.int32, (batch, drafts, pool_size)))
+        result.append(("pool_logits", torch.float32, (batch, drafts, pool_size)))
+    for name, kind, shape in result:
+        value = getattr(out, name)
+        checks.tensor(op, f"out.{name}", value, shape, kind, device)
+        checks.contiguous(op, f"out.{name}", value)
+    if num_active is not None:
+        checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
+    if mask is not None:
+        checks.tensor(op, "mask", mask, (batch, (vocab + 31) // 32), torch.int32, device)
+    if bias is not None:
+        checks.tensor(op, "bias", bias, (batch, vocab), torch.float32, device)
+    if not isinstance(plan, ChainPlan):
+        raise TypeError(f"{op}: plan: got {type(plan).__name__}, expected ChainPlan")
+    workspace = plan.workspace
+    need = _workspace_bytes(batch, drafts, pool_size, drafts if slot_pools else 1, weights)
+    if workspace.device != device or workspace.numel() < need:
+        raise ValueError(
+            f"{op}: plan: got {workspace.numel()} bytes on {workspace.device}, expected at least "
+            f"{need} on {device}"
+        )
+    _draft_chain(
+        base_logits,
+        hidden,
+        anchor,
+        weights.w_ih,
+        weights.w_hh,
+        weights.w1,
+        weights.w2,
+        weights.embedding,
+        LOW_RANK[weights.low_rank],
+        weights.table,
+        temperature,
+        seed,
+        block_start,
+        num_active,
+        mask,
+        bias,
+        shift_label,
+        pure_draft_prefix_len,
+        exact,
+        pool_size,
+        slot_pools,
+        vocab_valid,
+        workspace,
+        *out[:3],
+        *law,
+    )
+    return out
+
+
+def _check_weights(op, weights):
+    if not isinstance(weights, HeadWeights):
+        raise TypeError(f"{op}: weights: got {type(weights).__name__}, expected HeadWeights")
+
+
+def _slot_pools(op, pool):
+    if pool not in POOLS:
+        raise ValueError(f"{op}: pool: got {pool!r}, expected one of {', '.join(POOLS)}")
+    return pool == "slot"
+
+
+def _pool_size(op, size, batch, vocab):
+    if size is None:
+        size = 2048 if batch <= 8 else 512
+    elif not isinstance(size, int) or size < 1:
+        raise ValueError(f"{op}: pool_size: got {size!r}, expected at least 1")
+    return min(size, vocab)
+
+
+def _workspace_bytes(batch, drafts, pool_size, pools, weights):
+    """The larger of the two forms' workspaces (csrc/head/draft_chain.h), for any prefix.
+
+    In Python, so that torch.compile can trace it; tests compare it with the kernels' own.
+    """
+    if weights.device.type == "cpu":
+        return 0
+    vocab, units, rank = weights.vocab_size, weights.state_size, weights.rank
+    rows, tiles = batch * drafts, _up(vocab, 128) // 128
+    block = (batch * 4, rows * 8, batch * pools * pool_size * 4, rows * rank * 4, rows * rank * 2)
+    block += (rows * units * 2, rows * tiles * 4, batch * pools * tiles * 128 * 4)
+    tile, wide, low = _up(batch, 32), _up(units, 32), _up(rank, 32)
+    plain = (rows * 8, rows * rank * 4, tile * wide * 4, tile * wide * 4, tile * low * 4)
+    largest = max(sum(_up(part, 256) for part in parts) for parts in (block, plain))
+    return _kept_bytes(weights) + largest
+
+
+def _kept_bytes(weights):
+    """What stands first in a workspace and is kept from call to call: control and exchange."""
+    if weights.device.type == "cpu":
+        return 0
+    units, rank = weights.state_size, weights.rank
+    return 256 + _up(256 * rank + 4 * (128 * units + 16384), 256)
+
+
+def _up(n, to):
+    return (n + to - 1) // to * to

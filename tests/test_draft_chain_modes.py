@@ -1,0 +1,426 @@
+"""draft_chain on pools, drawn drafts, and what engines ask for besides."""
+
+import numpy as np
+import pytest
+import torch
+from test_draft_chain import DTYPES, EPSILON, arrays, make, name_of
+
+from domino_kernels import ChainPlan, DraftResult, draft_chain, draft_chain_out
+from domino_kernels.reference.head import Drawn, replay_chain, top_pool
+from domino_kernels.testing import to_numpy
+
+SIZES = dict(V=1000, H=72, G=48, R=32)  # the block form takes them
+
+
+def with_table(inputs):
+    return (*inputs[:3], inputs[3].with_table())
+
+
+def reference_arrays(inputs, bias=None, allowed=None):
+    """arrays() with the adjusted base logits; a table stands for an embedding behind W_ih = 1."""
+    base, hidden, anchor, tensors = arrays(*inputs)
+    if bias is not None:
+        base = base + to_numpy(bias)[:, None]
+    if allowed is not None:
+        base = np.where(np.asarray(allowed)[:, None], base, -np.inf)
+    table = inputs[3].table
+    if table is not None:
+        rows = to_numpy(table.transpose(1, 2).reshape(len(table), -1))
+        tensors = [np.eye(rows.shape[1]), *tensors[1:4], rows]
+    return base, hidden, anchor, tensors
+
+
+def on_pools(inputs, device):
+    """Whether a call that is not exact runs on pools: the plain form on a GPU scores all ids."""
+    return device == "cpu" or inputs[3].dtype != torch.float32
+
+
+def pools_of(base, size, pool, drafts, first, prefix):
+    window = base[:, first : first + drafts]
+    if pool == "slot":
+        return top_pool(window, size)
+    return top_pool(window[:, prefix:].max(1, keepdims=True), size)
+
+
+def assert_replay(tokens, values, inputs, base, dtype, **options):
+    replay = replay_chain(tokens.cpu().numpy(), base, *inputs, dtype=name_of(dtype), **options)
+    assert replay.regret.max() <= EPSILON[dtype]
+    np.testing.assert_allclose(
+        to_numpy(values), replay.scores - replay.regret, atol=EPSILON[dtype], rtol=0
+    )
+
+
+CASES = [  # shift_label, prefix, drafts, batch, pool, M
+    (True, 1, 15, 3, "block", 64),
+    (True, 0, 16, 1, "block", 200),
+    (False, 2, 15, 2, "block", 7),
+    (True, 1, 15, 9, "slot", 40),
+    (False, 0, 5, 1, "slot", 1),
+    (True, 2, 7, 2, "block", 1000),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("table", [False, True], ids=["embedding", "table"])
+@pytest.mark.parametrize("shift_label, prefix, drafts, batch, pool, size", CASES, ids=str)
+def test_pools(shift_label, prefix, drafts, batch, pool, size, table, dtype, device, generator):
+    inputs = make(generator, dtype, device, B=batch, **SIZES)
+    inputs = with_table(inputs) if table else inputs
+    tokens, scores = draft_chain(
+        *inputs,
+        num_drafts=drafts,
+        shift_label=shift_label,
+        pure_draft_prefix_len=prefix,
+        exact=False,
+        pool_size=size,
+        pool=pool,
+        return_scores=True,
+    )
+    base, *rest = reference_arrays(inputs)
+    pools = None
+    if on_pools(inputs, device):
+        pools = pools_of(base, size, pool, drafts, 0 if shift_label else 1, prefix)
+    options = dict(shift_label=shift_label, prefix=prefix, pools=pools)
+    assert_replay(tokens, scores, rest, base, dtype, **options)
+    if pools is not None and size < 100:  # negative control: the pool matters
+        free = draft_chain(*inputs, num_drafts=drafts, shift_label=shift_label)
+        assert not torch.equal(free, tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pool_of_everything_is_exact(dtype, device, generator):
+    inputs = with_table(make(generator, dtype, device, B=3, **SIZES))
+    exact = draft_chain(*inputs, return_scores=True)
+    pooled = draft_chain(*inputs, exact=False, pool_size=1000, return_scores=True)
+    assert torch.equal(exact[0], pooled[0]), "the same order of sums in the twin and on the GPU"
+    torch.testing.assert_close(exact[1], pooled[1], rtol=1e-5, atol=1e-5)
+
+
+def edits(batch, device):
+    """A bias, a mask that forbids about half, as int32 words and as booleans, and a valid size."""
+    generator = torch.Generator().manual_seed(8)
+    bias = torch.randn(batch, 1000, generator=generator) * 2
+    allowed = torch.rand(batch, 1000, generator=generator) < 0.5
+    padded = torch.nn.functional.pad(allowed, (0, 24)).view(batch, 32, 32).long()
+    words = (padded << torch.arange(32)).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words).int()
+    return bias.to(device), words.to(device), allowed.to(device)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "pool"])
+@pytest.mark.parametrize("table", [False, True], ids=["embedding", "table"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_mask_and_valid_vocabulary(dtype, table, exact, device, generator):
+    """The same bits as a call on base logits that were edited beforehand."""
+    inputs = make(generator, dtype, device, B=3, base_dtype=torch.float32, **SIZES)
+    inputs = with_table(inputs) if table else inputs
+    bias, mask, allowed = edits(3, device)
+    settings = dict(exact=exact, pool_size=100, return_scores=True)
+    edit = dict(bias=bias, mask=mask, vocab_valid=901)
+    for names in (["bias"], ["mask"], ["vocab_valid"], list(edit)):
+        base = inputs[0] + bias[:, None] if "bias" in names else inputs[0].clone()
+        if "mask" in names:
+            base.masked_fill_(~allowed[:, None], -torch.inf)
+        if "vocab_valid" in names:
+            base[..., 901:] = -torch.inf
+        edited = draft_chain(base, *inputs[1:], **settings)
+        actual = draft_chain(*inputs, **settings, **{name: edit[name] for name in names})
+        assert torch.equal(actual[0], edited[0]) and torch.equal(actual[1], edited[1]), names
+        plain = draft_chain(*inputs, **settings)
+        assert not torch.equal(actual[0], plain[0]), f"{names} had no effect"
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "pool"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_past_num_active_are_left_alone(dtype, exact, device, generator):
+    inputs = with_table(make(generator, dtype, device, B=5, **SIZES))
+    expected = draft_chain(*inputs, exact=exact, pool_size=64)
+    plan = ChainPlan(inputs[3], 5, pool_size=64)
+    for count in (0, 1, 3, 5):
+        out = DraftResult.empty(inputs[3], 5, pool_size=64)
+        for tensor in out[:3]:
+            tensor.fill_(-7)
+        active = torch.tensor([count], dtype=torch.int32, device=device)
+        settings = dict(exact=exact, pool_size=64, num_active=active)
+        draft_chain_out(*inputs, out=out, plan=plan, **settings)
+        assert torch.equal(out.tokens[:count], expected[:count])
+        for tensor in out[:3]:
+            assert (tensor[count:] == -7).all()
+
+
+def drawn_arguments(batch, device):
+    temperature = torch.linspace(0.5, 1.5, batch)
+    temperature[::3] = 0
+    seed = torch.arange(batch) * 77 - 3
+    block_start = torch.arange(batch) * 16 + 2**33
+    return dict(
+        temperature=temperature.to(device),
+        seed=seed.to(device),
+        block_start=block_start.to(device),
+        exact=False,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift_label, prefix, drafts, batch, pool, size", CASES, ids=str)
+def test_drawn(shift_label, prefix, drafts, batch, pool, size, dtype, device, generator):
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("drafts are drawn by the block form")
+    inputs = with_table(make(generator, dtype, device, B=batch, **SIZES))
+    arguments = drawn_arguments(batch, device)
+    result = draft_chain(
+        *inputs,
+        num_drafts=drafts,
+        shift_label=shift_label,
+        pure_draft_prefix_len=prefix,
+        pool_size=size,
+        pool=pool,
+        **arguments,
+    )
+    base, *rest = reference_arrays(inputs)
+    first = 0 if shift_label else 1
+    pools = pools_of(base, size, pool, drafts, first, 0)
+    ids = result.pool_ids.cpu().sort(-1).values.numpy()
+    assert (ids == np.broadcast_to(pools, ids.shape)).all()
+
+    drawn = Drawn(*(arguments[n].cpu().numpy() for n in ("temperature", "seed", "block_start")))
+    replay = replay_chain(
+        result.tokens.cpu().numpy(),
+        base,
+        *rest,
+        dtype=name_of(dtype),
+        shift_label=shift_label,
+        prefix=prefix,
+        pools=pools,
+        drawn=drawn,
+    )
+    warm = np.where(drawn.temperature > 0, drawn.temperature, 1)[:, None]
+    assert (replay.regret * warm <= EPSILON[dtype]).all()
+    other = np.roll(drawn.seed, 1) + 1  # negative control: other words, other drafts
+    if batch > 2 and size > 1:
+        wrong = replay_chain(
+            result.tokens.cpu().numpy(),
+            base,
+            *rest,
+            shift_label=shift_label,
+            prefix=prefix,
+            pools=pools,
+            drawn=drawn._replace(seed=other),
+        )
+        assert (wrong.regret * warm > EPSILON[dtype]).any()
+
+    law = (result.pool_logits.double().cpu() / torch.tensor(warm)[..., None]).log_softmax(-1)
+    chosen = result.pool_ids.cpu() == result.tokens.cpu()[..., None]
+    assert (chosen.sum(-1) == 1).all()
+    torch.testing.assert_close(
+        result.log_probs.cpu().double(), law[chosen].view(batch, drafts), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        result.scores, result.pool_logits[chosen.to(device)].view_as(result.scores)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_draws_follow_the_law(dtype, device, generator):
+    """One draft of 4000 requests that differ in their seed only."""
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("drafts are drawn by the block form")
+    inputs = with_table(make(generator, dtype, device, B=1, S=1, V=64, H=72, G=48, R=32))
+    count = 4000
+    base, hidden, anchor = (t.expand(count, *t.shape[1:]).contiguous() for t in inputs[:3])
+    number = torch.arange(count, device=device)
+    result = draft_chain(
+        base,
+        hidden,
+        anchor,
+        inputs[3],
+        num_drafts=1,
+        pure_draft_prefix_len=0,
+        exact=False,
+        pool_size=12,
+        temperature=torch.full((count,), 2.0, device=device),
+        seed=number,
+        block_start=torch.zeros_like(number),
+    )
+    law = (result.pool_logits[0, 0].double() / 2).softmax(-1).cpu()
+    ids = result.pool_ids[0, 0].cpu()
+    counts = (result.tokens[:, :1].cpu() == ids).sum(0).double()
+    statistic = ((counts - count * law) ** 2 / (count * law)).sum().item()
+    assert statistic < 60, statistic  # 11 degrees of freedom: p < 1e-8
+    assert ((counts - count / 12) ** 2 / (count / 12)).sum() > 60  # it is not uniform
+
+
+BAD = [
+    (dict(pool_size=0, exact=False), ValueError, "pool_size: got 0, expected at least 1"),
+    (dict(pool="row"), ValueError, "pool: got 'row', expected one of block, slot"),
+    (dict(vocab_valid=0), ValueError, r"vocab_valid: got 0, expected 1\.\.1000"),
+    (
+        dict(mask=torch.zeros(2, 31).int()),
+        ValueError,
+        r"mask: got shape \[2, 31\], expected \[2, 32",
+    ),
+    (dict(mask=torch.zeros(2, 32)), TypeError, "mask: got torch.float32, expected torch.int32"),
+    (dict(bias=torch.zeros(2, 999)), ValueError, r"bias: got shape \[2, 999\], expected \[2, 1000"),
+    (dict(num_active=torch.zeros(1)), TypeError, "num_active: got torch.float32, expected torch.i"),
+    (dict(temperature=torch.ones(2)), ValueError, "exact: got True with temperature, expected exa"),
+    (dict(temperature=torch.ones(2), exact=False), TypeError, "seed: got NoneType, expected a ten"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD, ids=[b[2][:40] for b in BAD])
+def test_bad_arguments(change, error, message, generator):
+    inputs = make(generator, torch.float32, **SIZES)
+    with pytest.raises(error, match=f"(draft_chain|ChainPlan): {message}"):
+        draft_chain(*inputs, **change)
+
+
+# ---- the block form, GPU only ----
+
+WIDE = dict(V=6000, H=128, G=1024, R=256)
+NARROW = dict(V=3000, H=72, G=256, R=96)
+HALF = DTYPES[1:]
+
+
+def block_inputs(generator, dtype, batch, sizes, table=True):
+    inputs = make(generator, dtype, "cuda", B=batch, **sizes)
+    return with_table(inputs) if table else inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "pool"])
+@pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])
+@pytest.mark.parametrize("batch", [1, 2, 5, 8, 20, 64, 70])
+@pytest.mark.parametrize("sizes", [WIDE, NARROW, dict(WIDE, G=512, R=128)], ids=str)
+def test_block_form(sizes, batch, table, exact, generator):
+    inputs = block_inputs(generator, torch.bfloat16, batch, sizes, table)
+    settings = dict(exact=exact, pool_size=600, return_scores=True)
+    tokens, scores = draft_chain(*inputs, **settings)
+    base, *rest = reference_arrays(inputs)
+    pools = None if exact else pools_of(base, 600, "block", 15, 0, 1)
+    assert_replay(tokens, scores, rest, base, torch.bfloat16, pools=pools)
+    again = draft_chain(*inputs, **settings)
+    assert torch.equal(again[0], tokens) and torch.equal(again[1], scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["exact", "pool", "slot", "drawn"])
+@pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_block_form_is_batch_invariant_bitwise(dtype, table, mode, generator):
+    base, hidden, anchor, weights = block_inputs(generator, dtype, 40, WIDE, table)
+    arguments = drawn_arguments(40, "cuda") if mode == "drawn" else {}
+    arguments.pop("exact", None)
+
+    def run(rows):
+        return draft_chain(
+            base[rows],
+            hidden[rows],
+            anchor[rows],
+            weights,
+            exact=mode == "exact",
+            pool="slot" if mode == "slot" else "block",
+            pool_size=300,
+            return_details=True,
+            **{name: value[rows] for name, value in arguments.items()},
+        )
+
+    whole = run(slice(None))
+    order = torch.randperm(40, generator=generator)
+    for rows in ([0], [7, 8], range(5), range(8), range(9), range(3, 20), range(33), order):
+        rows = torch.as_tensor(list(rows))
+        for one, all_rows in zip(run(rows), whole):
+            if one is not None:
+                assert torch.equal(one, all_rows[rows.cuda()]), f"{len(rows)} rows"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("batch", [1, 6, 40])
+def test_exact_ids_do_not_depend_on_the_pool(batch, dtype, generator):
+    """Winners outside a small pool: restarts, then the dense end. The same bits all the same."""
+    inputs = block_inputs(generator, dtype, batch, WIDE)
+    everything = draft_chain(*inputs, pool_size=2048, return_details=True)
+    for size in (8, 64, 400):
+        result = draft_chain(*inputs, pool_size=size, return_details=True)
+        assert torch.equal(result.tokens, everything.tokens)
+        assert torch.equal(result.scores, everything.scores)
+    small = draft_chain(*inputs, pool_size=8, return_details=True)
+    assert (small.restarts > 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["exact", "pool", "drawn"])
+def test_a_block_that_never_comes(mode, generator):
+    """The others give up in time, the second form does the block with the same bits."""
+    inputs = block_inputs(generator, torch.bfloat16, 12, WIDE)
+    settings = dict(exact=mode == "exact", pool_size=100)
+    settings |= drawn_arguments(12, "cuda") if mode == "drawn" else {}
+    plan = ChainPlan(inputs[3], 12, pool_size=100)
+    memory = dict(plan=plan, return_details=True)
+    expected = draft_chain(*inputs, **settings, **memory)
+    control = plan.workspace[:16].view(torch.int32)  # ChainControl: epoch, left, aborted, mute
+    for mute in (1, 70, 0):
+        control[3] = mute
+        result = draft_chain(*inputs, **settings, **memory)
+        assert (control[2] != 0) == (mute != 0)
+        for name in ("tokens", "scores", "pool_logits", "log_probs"):
+            actual, wanted = getattr(result, name), getattr(expected, name)
+            assert actual is wanted is None or torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 12])
+def test_epochs_wrap_around(batch, generator):
+    inputs = block_inputs(generator, torch.bfloat16, batch, NARROW)
+    plan = ChainPlan(inputs[3], batch, pool_size=500)
+    settings = dict(exact=False, pool_size=500, plan=plan)
+    expected = draft_chain(*inputs, **settings)
+    epoch = plan.workspace[:4].view(torch.int32)
+    epoch[0] = -96  # three launches in front of 2^32
+    for _ in range(8):
+        assert torch.equal(draft_chain(*inputs, **settings), expected)
+    assert 0 < epoch[0] < 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["exact", "pool", "drawn"])
+def test_block_form_in_a_graph(mode, generator, graph_replay):
+    inputs = block_inputs(generator, torch.bfloat16, 9, NARROW)
+    arguments = drawn_arguments(9, "cuda") if mode == "drawn" else {}
+    settings = dict(exact=mode == "exact", pool_size=128)
+    plan = ChainPlan(inputs[3], 9, pool_size=128)
+    out = DraftResult.empty(inputs[3], 9, pool_size=128, sampled=mode == "drawn")
+    call = dict(out=out, plan=plan) | arguments | settings
+    replay = graph_replay(lambda: draft_chain_out(*inputs, **call))
+    for step in range(3):
+        fresh = make(generator, torch.bfloat16, "cuda", B=9, **NARROW)
+        for old, new in zip(inputs[:3], fresh[:3]):
+            old.copy_(new)
+        for name in ("temperature", "seed", "block_start"):
+            if name in arguments:
+                arguments[name].add_(step)
+        plan.scratch.fill_(0xFF)
+        replay()
+        details = dict(return_details=True)
+        expected = draft_chain(*inputs, **settings | arguments | details)
+        assert torch.equal(out.tokens, expected.tokens)
+        assert torch.equal(out.scores, expected.scores)
+
+
+# ---- HeadWeights.with_table ----
+
+
+def test_table(device, generator):
+    weights = make(generator, torch.bfloat16, device, **SIZES)[3]
+    table = weights.with_table()
+    expected = weights.embedding.double() @ weights.w_ih.double().T
+    actual = table.table.double().transpose(1, 2).reshape(1000, -1)
+    torch.testing.assert_close(actual, expected, rtol=2**-8, atol=1e-2)
+    assert "0.3 MiB input table" in repr(table) and "table" not in repr(weights)
+    assert table.w2.data_ptr() == weights.w2.data_ptr()
+
+
+def test_table_needs_units_by_sixteen(generator):
+    weights = make(generator, torch.float32, V=50, G=40)[3]
+    with pytest.raises(ValueError, match="table: got G=40, expected a multiple of 16"):
+        weights.with_table()
