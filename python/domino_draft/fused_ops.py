@@ -28,6 +28,7 @@ def _pow2(n: int) -> int:
 
 
 _PARTIALS, _COUNTERS = 1 << 22, 1 << 14
+_PROGRAMS = 100  # that a launch should have at least, for a GPU of some hundred multiprocessors
 
 
 def workspace_bytes(device: torch.device) -> int:
@@ -316,16 +317,15 @@ class AttendPlan:
 def attend_plan(
     batch: int, tokens: int, group: int, kv_heads: int, dim: int, room: int, size: int
 ) -> AttendPlan:
-    """Enough programs to fill the GPU, each with 64 positions at least; partial sums stay small."""
-    tiles = -(-group * tokens // 16)
-    programs = batch * kv_heads * tiles
-    most = 4 if tokens > 4 else 8
-    splits = 1
-    while programs * splits < 132 and 128 * splits < room and splits < most:
-        splits *= 2
+    """Enough programs to fill the GPU: by fewer queries each, then by parts of the context."""
+    queries = group * tokens
     block_m = 16
-    if splits == 1 and tiles > 1:  # enough programs: rather share the keys
-        block_m = min(_pow2(group * tokens), 64)
+    if batch * kv_heads * -(-queries // 16) > _PROGRAMS:  # enough: rather share the keys
+        block_m = max(16, min(_pow2(queries), 64))
+    programs = batch * kv_heads * -(-queries // block_m)
+    most, splits = 4 if tokens > 4 else 8, 1
+    while programs * splits < _PROGRAMS and 128 * splits < room and splits < most:
+        splits *= 2
     block_n = 128 if block_m == 16 else 64
     return AttendPlan(block_m, block_n if size == 2 and dim <= 128 else 32, splits, 4, 2)
 
