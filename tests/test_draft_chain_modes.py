@@ -17,7 +17,7 @@ def with_table(inputs):
 
 
 def reference_arrays(inputs, bias=None, allowed=None):
-    """arrays() with the adjusted base logits; a table stands for an embedding behind W_ih = 1."""
+    """arrays() with the adjusted base logits; a table stands in the embedding's place."""
     base, hidden, anchor, tensors = arrays(*inputs)
     if bias is not None:
         base = base + to_numpy(bias)[:, None]
@@ -26,7 +26,7 @@ def reference_arrays(inputs, bias=None, allowed=None):
     table = inputs[3].table
     if table is not None:
         rows = to_numpy(table.transpose(1, 2).reshape(len(table), -1))
-        tensors = [np.eye(rows.shape[1]), *tensors[1:4], rows]
+        tensors = [None, *tensors[1:4], rows]
     return base, hidden, anchor, tensors
 
 
@@ -276,7 +276,7 @@ def test_bad_arguments(change, error, message, generator):
 
 # ---- the block form, GPU only ----
 
-WIDE = dict(V=6000, H=128, G=1024, R=256)
+WIDE = dict(V=3000, H=128, G=1024, R=256)
 NARROW = dict(V=3000, H=72, G=256, R=96)
 HALF = DTYPES[1:]
 
@@ -286,11 +286,25 @@ def block_inputs(generator, dtype, batch, sizes, table=True):
     return with_table(inputs) if table else inputs
 
 
+BLOCK_CASES = [  # sizes, batch, table, exact: groups of 1 to 32 rows, more than one launch
+    (WIDE, 1, True, True),
+    (WIDE, 3, True, False),
+    (WIDE, 8, False, True),
+    (WIDE, 20, True, False),
+    (WIDE, 20, False, False),
+    (WIDE, 64, True, True),
+    (NARROW, 1, False, False),
+    (NARROW, 5, True, True),
+    (NARROW, 33, True, False),
+    (NARROW, 70, False, True),
+    (NARROW, 70, True, False),
+    (dict(NARROW, G=512, R=128), 2, True, True),
+    (dict(NARROW, G=512, R=128), 17, False, False),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "pool"])
-@pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])
-@pytest.mark.parametrize("batch", [1, 2, 5, 8, 20, 64, 70])
-@pytest.mark.parametrize("sizes", [WIDE, NARROW, dict(WIDE, G=512, R=128)], ids=str)
+@pytest.mark.parametrize("sizes, batch, table, exact", BLOCK_CASES, ids=str)
 def test_block_form(sizes, batch, table, exact, generator):
     inputs = block_inputs(generator, torch.bfloat16, batch, sizes, table)
     settings = dict(exact=exact, pool_size=600, return_scores=True)
@@ -304,8 +318,9 @@ def test_block_form(sizes, batch, table, exact, generator):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["exact", "pool", "slot", "drawn"])
-@pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "dtype, table", [(HALF[0], True), (HALF[1], True), (HALF[1], False)], ids=str
+)
 def test_block_form_is_batch_invariant_bitwise(dtype, table, mode, generator):
     base, hidden, anchor, weights = block_inputs(generator, dtype, 40, WIDE, table)
     arguments = drawn_arguments(40, "cuda") if mode == "drawn" else {}
@@ -326,7 +341,7 @@ def test_block_form_is_batch_invariant_bitwise(dtype, table, mode, generator):
 
     whole = run(slice(None))
     order = torch.randperm(40, generator=generator)
-    for rows in ([0], [7, 8], range(5), range(8), range(9), range(3, 20), range(33), order):
+    for rows in ([0], [7, 8], range(5), range(9), range(3, 20), range(33), order):
         rows = torch.as_tensor(list(rows))
         for one, all_rows in zip(run(rows), whole):
             if one is not None:
@@ -335,7 +350,7 @@ def test_block_form_is_batch_invariant_bitwise(dtype, table, mode, generator):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("batch", [1, 6, 40])
+@pytest.mark.parametrize("batch", [1, 6, 20])
 def test_exact_ids_do_not_depend_on_the_pool(batch, dtype, generator):
     """Winners outside a small pool: restarts, then the dense end. The same bits all the same."""
     inputs = block_inputs(generator, dtype, batch, WIDE)

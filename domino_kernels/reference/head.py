@@ -17,9 +17,13 @@ def sigmoid(value):
 
 
 def gru_step(x, state, w_ih, w_hh):
-    """x [B, H], state [B, G], w_ih [3G, H], w_hh [3G, G] (gates r, z, n) -> [B, G]."""
-    x, state, w_ih, w_hh = (np.asarray(a, dtype=np.float64) for a in (x, state, w_ih, w_hh))
-    x_r, x_z, x_n = np.split(x @ w_ih.T, 3, axis=-1)
+    """x [B, H], state [B, G], w_ih [3G, H], w_hh [3G, G] (gates r, z, n) -> [B, G].
+
+    w_ih None: x [B, 3G] is the product already, a row of an input table.
+    """
+    x, state, w_hh = (np.asarray(a, dtype=np.float64) for a in (x, state, w_hh))
+    product = x if w_ih is None else x @ np.asarray(w_ih, dtype=np.float64).T
+    x_r, x_z, x_n = np.split(product, 3, axis=-1)
     s_r, s_z, s_n = np.split(state @ w_hh.T, 3, axis=-1)
     r, z = sigmoid(x_r + s_r), sigmoid(x_z + s_z)
     n = np.tanh(x_n + r * s_n)
@@ -94,7 +98,8 @@ class Drawn(NamedTuple):
 def _walk(
     base, hidden, anchor, weights, num_drafts, shift_label, prefix, dtype, given, pools, drawn
 ):
-    w_ih, w_hh, w1, w2, embedding = (np.asarray(w, dtype=np.float64) for w in weights)
+    w_ih, *rest = weights
+    w_hh, w1, w2, embedding = (np.asarray(w, dtype=np.float64) for w in rest)
     base, hidden = np.asarray(base, np.float64), np.asarray(hidden, np.float64)
     rounded = round_to(dtype)
     batch, width = base.shape[0], hidden.shape[-1]
