@@ -78,22 +78,17 @@ def make_pool(logits, heads, generator):
 
 def find_starts(seed, accept, counts):
     """Block starts [B] whose coins accept slots 0 .. counts - 1 at probability accept [B, K]."""
-    batch, drafts = accept.shape
-    slot = torch.arange(drafts, device=accept.device)
+    slot = torch.arange(accept.size(1), device=accept.device)
     start = torch.arange(100, 100 + CANDIDATES, device=accept.device)
-    out = torch.empty(batch, dtype=torch.int64, device=accept.device)
-    for b in range(batch):
-        words = rng.words(seed[b], start[:, None], slot, rng.VERIFY_COIN, torch.zeros_like(slot))
-        coin = (words.double() + 1) * 2.0**-32
-        wanted = slot < counts[b]
-        fits = ((coin <= accept[b] * (1 - 1e-4)) | ~wanted).all(-1)
-        # the rejected draft has next to no mass; a tiny coin could still accept it
-        fits &= (
-            (coin > 0.05).where(slot == counts[b], torch.ones_like(coin, dtype=torch.bool)).all(-1)
-        )
-        assert bool(fits.any()), "no block start accepts as planned"
-        out[b] = start[fits.int().argmax()]
-    return out
+    key = seed[:, None, None], start[:, None], slot
+    words = rng.words(*key, rng.VERIFY_COIN, torch.zeros_like(slot))
+    coin = (words.double() + 1) * 2.0**-32  # [B, candidates, K]
+    wanted, stops = (slot < counts[:, None])[:, None], (slot == counts[:, None])[:, None]
+    fits = (coin <= accept[:, None] * (1 - 1e-4)) | ~wanted
+    # the rejected draft has next to no mass; a tiny coin could still accept it
+    fits = (fits & ((coin > 0.05) | ~stops)).all(-1)
+    assert bool(fits.any(-1).all()), "no block start accepts as planned"
+    return start[fits.int().argmax(-1)]
 
 
 def coins(seed, start, drafts):
