@@ -9,14 +9,13 @@ int launch_rows(const VerifyChainParams& p, bool argmax_only, void* stream) {
   // one chunk a warp while that fits the device at once, then several
   const int steps = rows * chunks.row_chunks > 132 * 48 * 2 ? 4 : 1;
   const int64_t row_blocks = ceil_div<int64_t>(chunks.row_chunks, steps * kRowWarps);
-  if (p.batch > INT32_MAX || chunks.rows_per_request > 65535) return kBadArgument;
-  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks.rows_per_request),
-                  static_cast<unsigned>(row_blocks));
+  if (rows * row_blocks > INT32_MAX) return kBadArgument;
   const bool plain = !has_edits(p) && (!is_dense(p) || p.draft_dtype == p.target_dtype);
   return dispatch_rows(p, plain, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto kernel = argmax_only ? verify_rows_kernel<T, true> : verify_rows_kernel<T, false>;
-    kernel<<<grid, kRowWarps * kWarpSize, 0, as_stream(stream)>>>(p, steps);
+    kernel<<<static_cast<unsigned>(rows * row_blocks), kRowWarps * kWarpSize, 0,
+             as_stream(stream)>>>(p, static_cast<int>(row_blocks), steps);
     return launched();
   });
 }

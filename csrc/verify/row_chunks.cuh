@@ -110,17 +110,18 @@ __device__ __forceinline__ uint32_t first_of(const Group<T> (&groups)[kLaneGroup
   return __reduce_min_sync(kFullMask, id);
 }
 
-// Grid: (requests, rows of a request, blocks of a row), `steps` chunks to a warp. T: the dtype of
-// all rows, none of them edited; void: any. kArgmaxOnly: all requests are greedy and nobody wants
+// Grid: blocks of `row_blocks` to a row, `steps` chunks to a warp. T: the dtype of all rows, none
+// of them edited; void: any. kArgmaxOnly: all requests are greedy and nobody wants
 // log-probabilities; then chunks are (key, first) pairs.
 template <class T, bool kArgmaxOnly>
 __global__ void __launch_bounds__(kRowWarps* kWarpSize)
-    verify_rows_kernel(const __grid_constant__ VerifyChainParams p, int steps) {
+    verify_rows_kernel(const __grid_constant__ VerifyChainParams p, int row_blocks, int steps) {
   allow_next_launch();
   const ChainWorkspace workspace(p.workspace, p.batch, p.drafts, p.vocab, is_dense(p));
-  const int64_t b = blockIdx.x;
-  const int slot = static_cast<int>(blockIdx.y), row_block = static_cast<int>(blockIdx.z);
-  const int64_t row_index = b * workspace.rows_per_request + slot;
+  const int64_t row_index = blockIdx.x / row_blocks;
+  const int row_block = static_cast<int>(blockIdx.x - row_index * row_blocks);
+  const int64_t b = row_index / workspace.rows_per_request;
+  const int slot = static_cast<int>(row_index - b * workspace.rows_per_request);
   const bool of_target = slot <= p.drafts;
   const int i = of_target ? slot : static_cast<int>(slot - p.drafts - 1);
   const ChainRequest r(p, b);

@@ -7,7 +7,7 @@ namespace domino {
 namespace {
 
 // Grid: a cluster for each row of each request, behind the walk.
-__global__ void __launch_bounds__(kWalkThreads)
+__global__ void __launch_bounds__(kWalkThreads, 1)
     row_head_kernel(const __grid_constant__ VerifyChainParams p) {
   const RowCluster cluster;
   const int64_t index = blockIdx.x / cluster.size;

@@ -22,8 +22,18 @@ __device__ __forceinline__ RowFilter load_filter(const RowFilter* filter) {
           __ldcg(reinterpret_cast<const unsigned long long*>(&filter->mass))};
 }
 
+// Out of line: what the kernel keeps for after it is little.
+static __device__ __noinline__ RowFilter filter_of_row(const RowCluster& cluster,
+                                                       const RowSource<void>& source,
+                                                       const ChunkStats* chunks, int count,
+                                                       const RowStats& stats, const RowLaw& law,
+                                                       const FilterParams& filters) {
+  CutFinder<RowSource<void>> finder(cluster, source, chunks, count, stats, law, filters);
+  return finder.find();
+}
+
 // Grid: a cluster for each row of each request.
-__global__ void __launch_bounds__(kWalkThreads)
+__global__ void __launch_bounds__(kWalkThreads, 1)
     block_laws_kernel(const __grid_constant__ VerifyChainParams p) {
   const RowCluster cluster;
   const int64_t index = blockIdx.x / cluster.size;
@@ -48,10 +58,8 @@ __global__ void __launch_bounds__(kWalkThreads)
   RowFilter filter;
   filter.mass = row.target.sum;
   if (filters.any(p.vocab)) {
-    CutFinder<RowSource<void>> finder(cluster, source, chunks.row(b, i),
-                                      static_cast<int>(chunks.row_chunks), row.target, law,
-                                      filters);
-    filter = finder.find();
+    filter = filter_of_row(cluster, source, chunks.row(b, i), static_cast<int>(chunks.row_chunks),
+                           row.target, law, filters);
   }
   if (cluster.rank != 0 || threadIdx.x != 0) return;
   work.filters[index] = filter;

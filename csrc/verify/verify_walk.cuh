@@ -116,7 +116,7 @@ __device__ __forceinline__ unsigned long long race_list(const CutFinder<Source>&
 // Grid: a cluster for each request, or with `row_clusters` one for each of its rows. T: the dtype
 // of the target, whose rows are not edited; void: any.
 template <class T>
-__global__ void __launch_bounds__(kWalkThreads)
+__global__ void __launch_bounds__(kWalkThreads, 1)
     verify_walk_kernel(const __grid_constant__ VerifyChainParams p, bool row_clusters) {
   __shared__ JudgedRow rows[kWalkWarps];  // of slots base .. base + 15
   const RowCluster cluster;
