@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from domino_kernels.ops.verify import VerifyResult
 
     from .cache import RowCache
+    from .config import DominoConfig
     from .drafter import DominoSession
     from .target import Target
 
@@ -33,8 +34,20 @@ def _nvtx(device: torch.device, name: str):
     return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()
 
 
+# Drafts are chosen among this many ids, those of the largest base logits: a cheaper chain, which
+# finds the winner of the whole vocabulary in 99.8% of slots (bench/README.md). Fixed, so that what
+# is drafted does not depend on the batch.
+_POOL = 1024
+_TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memory
 _BORROW = 32  # cycles that a size goes without a graph of its own while a larger one is there
 _TIMED = 4  # replays that a new graph is timed by
+
+
+def table_bytes(config: DominoConfig, dtype: torch.dtype) -> int:
+    """Bytes of the GRU's input table that a captured cycle makes; 0 where it goes without."""
+    size = 3 * config.vocab_size * config.gru_hidden_dim * dtype.itemsize
+    fits = size <= _TABLE_BYTES and config.gru_hidden_dim % 16 == 0 and dtype != torch.float32
+    return size if fits else 0
 
 
 def padded_rows(rows: int) -> int:
@@ -85,6 +98,10 @@ class Cycle:
                 len(decoder.layers), decoder.kv_heads, decoder.dim, session.drafter.dtype
             )
             self.draft_rope = decoder.rope(session.cache.max_length)
+            self.head = session.head
+            if self.head is not None and device.type == "cuda":
+                if table_bytes(self.config, self.head.dtype):
+                    self.head = self.head.with_table()
         head = self.target.head
         self.draft_head = ops.Fp8Weight.of(head) if fp8_draft_head else None
         self.rows, self.num_drafts, self.device = rows, num_drafts, device
@@ -199,7 +216,7 @@ class Cycle:
         else:
             base = F.linear(base, self.target.head)
         hidden, base = hidden.view(rows, slots, -1), base.view(rows, slots, -1)
-        head = self.session.head
+        head = self.head
         if head is None:
             first = 0 if config.shift_label else 1
             return base[:, first : first + drafts].argmax(-1)
@@ -212,7 +229,9 @@ class Cycle:
             head,
             shift_label=config.shift_label,
             pure_draft_prefix_len=config.pure_draft_prefix_len,
-            out=DraftResult.empty(head, rows, num_drafts=drafts),
+            exact=False,
+            pool_size=_POOL,
+            out=DraftResult.empty(head, rows, num_drafts=drafts, pool_size=_POOL),
             plan=self._chain_plan(rows, drafts),
         ).tokens
 
@@ -220,7 +239,7 @@ class Cycle:
         """Made before a capture, by the run that precedes it: its contents may outlive a replay."""
         key = rows, drafts
         if key not in self._chains:
-            self._chains[key] = ChainPlan(self.session.head, rows, num_drafts=drafts)
+            self._chains[key] = ChainPlan(self.head, rows, num_drafts=drafts, pool_size=_POOL)
         return self._chains[key]
 
     # ---- graphs ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from .cycle import table_bytes
 from .drafter import DominoDrafter
 from .engine import PREFILL_TOKENS
 from .fused_ops import workspace_bytes
@@ -79,6 +80,8 @@ def estimate_memory(
         logit_rows += own.slots_for(drafts) if every_slot else drafts
         tokens = max(min(prefill_tokens, batch * length), batch * (drafts + 1))
         beside += 4 * (room + own.block_size) * own.head_dim
+        if drafter.head is not None and target.device.type == "cuda":
+            beside += table_bytes(own, drafter.dtype)
         rows = 2 * own.num_key_value_heads * own.head_dim
         beside += own.num_hidden_layers * rows * target.hidden_size * drafter.dtype.itemsize
         beside += own.num_hidden_layers * own.head_dim * drafter.dtype.itemsize

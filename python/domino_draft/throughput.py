@@ -90,17 +90,19 @@ def measure(
     for batch in batch_sizes:
         texts: dict[str, list[list[int]]] = {}
         runs: dict[str, list[tuple]] = {name: [] for name in arms}
-        # Kernels load and allocators warm up outside the clock.
+        longest = max(map(len, prompts)) + max_new_tokens
+        engines = {}
         for name, drafter in arms.items():
-            _run(target, drafter, prompts[:batch], batch, 4, 0.0, 0, asked.get(name))
+            engines[name] = engine = Engine(
+                target, drafter, max_batch=batch, max_length=longest, num_drafts=asked.get(name)
+            )
+            # Kernels load, graphs are captured and allocators warm up outside the clock: once in
+            # the life of a server.
+            engine.warmup([batch], sampled=temperature > 0)
+            _run(engine, prompts[:batch], min(4, max_new_tokens), temperature, seed)
         for _ in range(repeats):  # arms in turn, so that a slow minute hits all of them
-            for name, drafter in arms.items():
-                runs[name].append(
-                    _run(
-                        target, drafter, prompts, batch, max_new_tokens, temperature, seed,
-                        asked.get(name),
-                    )
-                )  # fmt: skip
+            for name, engine in engines.items():
+                runs[name].append(_run(engine, prompts, max_new_tokens, temperature, seed))
                 done += 1
                 if progress:
                     progress(done, len(batch_sizes) * repeats * len(arms))
@@ -138,14 +140,13 @@ def _identical(texts: list, wanted: list) -> float:
     return sum(a == b for a, b in zip(texts, wanted)) / len(wanted)
 
 
-def _run(target, drafter, prompts, batch, max_new_tokens, temperature, seed, num_drafts):
+def _run(engine: Engine, prompts, max_new_tokens, temperature, seed):
     """(texts, cycles, how often a cycle emitted n tokens, seconds) of all prompts."""
-    longest = max(map(len, prompts)) + max_new_tokens
-    engine = Engine(target, drafter, max_batch=batch, max_length=longest, num_drafts=num_drafts)
-    engine.warmup(sampled=temperature > 0)  # once in a server's life, so outside the clock
     start = time.perf_counter()
+    numbers = {}  # which prompt a request is: an engine counts on from run to run
     for i, prompt in enumerate(prompts):
-        engine.add(prompt, max_new_tokens, temperature=temperature, seed=seed + i)
+        number = engine.add(prompt, max_new_tokens, temperature=temperature, seed=seed + i)
+        numbers[number] = i
     texts: list[list[int]] = [[] for _ in prompts]
     accepted: Counter[int] = Counter()
     cycles = 0
@@ -155,7 +156,7 @@ def _run(target, drafter, prompts, batch, max_new_tokens, temperature, seed, num
         for chunk in chunks:
             if chunk.error is not None:
                 raise chunk.error
-            texts[chunk.request] += chunk.tokens
+            texts[numbers[chunk.request]] += chunk.tokens
             if chunk.accepted is not None:
                 accepted[chunk.accepted] += 1
     return texts, cycles, accepted, time.perf_counter() - start
