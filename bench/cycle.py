@@ -11,8 +11,11 @@ modelled; the milliseconds are measured: of a cycle, the wall time of `Engine.st
 import argparse
 import itertools
 import json
+import shlex
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +126,7 @@ def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, 
     return engine
 
 
-def gpu_ms(fn, runs=7, inner=10):
+def gpu_ms(fn, runs=5, inner=5):
     """Median milliseconds of one fn, `inner` queued behind a sleeping kernel, event to event."""
     times = []
     for _ in range(runs):
@@ -142,7 +145,8 @@ def gpu_ms(fn, runs=7, inner=10):
 def loop_ms(engine, drafts, steps, context):
     """Of a cycle as a user runs it (`Engine.step`): wall, and the tokens of a cycle and row."""
     rows, tokens = engine.num_running, 0
-    for _ in range(3 if drafts != "auto" else 160):  # captures, and what is drafted settles
+    settle = 160 if rows < 8 else 60
+    for _ in range(settle if drafts == "auto" else 3):  # captures; what is drafted settles
         engine.step()
     engine.cache.all_lengths.fill_(context)
     torch.cuda.synchronize()
@@ -266,17 +270,21 @@ def stock_ms(target, rows, tokens, context):
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.cycle", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument(
-        "--drafts", nargs="*", default=[15], type=lambda k: k if k == "auto" else int(k)
-    )
+        "--case", nargs="*", default=["1:15", "8:15", "32:7", "64:3"], metavar="B:K",
+        help="batch and drafts a cycle, a number or auto",
+    )  # fmt: skip
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--accept", type=float, nargs="*", default=[0.878])
     parser.add_argument("--fp8", action="store_true", help="draft with an fp8 copy of the LM head")
     parser.add_argument("--stock", action="store_true", help="also the captured stock forward")
     parser.add_argument("--json", metavar="F")
     options = parser.parse_args()
-    run = report.header("cycle", timing.ceilings(timing.Timer())) | {"rows": []}
+    run = report.header("cycle", timing.ceilings(timing.Timer())) | {
+        "command": "python -m bench.cycle " + shlex.join(sys.argv[1:]),
+        "protocol": " ".join(__doc__.split("\n\n")[1].split()),
+        "rows": [],
+    }
     target, drafter = random_pair(options.model)
 
     def row(op, batch, provider, ms, **params):
@@ -286,20 +294,21 @@ def main():
              "provider": provider, "us_p50": round(ms * 1e3, 2), "ok": True}
         )  # fmt: skip
         print(f"B={batch:3} {op:12} {provider:10} {ms:8.3f} ms  {params}", flush=True)
+        if options.json:  # as far as it has come
+            Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
         return ms
 
-    for batch in options.batch:
+    cases = [case.split(":") for case in options.case]
+    for batch in dict.fromkeys(int(b) for b, _ in cases):
         steps = 96 if batch < 8 else 32
         if options.stock:
             row("ar_step", batch, "stock", stock_ms(target, batch, 1, options.context))
         engine = make_engine(target, None, batch, options.context, 200)
-        cycle = engine._fused
         ar, _ = loop_ms(engine, 0, steps, options.context)
-        linears = linears_ms(cycle, batch, 0)[0]
-        row("ar_step", batch, "ours", ar, what="loop")
-        row("ar_step", batch, "linears", linears)
-        del engine, cycle
-        for accept, drafts in itertools.product(options.accept, options.drafts):
+        row("ar_step", batch, "ours", ar)
+        row("ar_step", batch, "linears", linears_ms(engine._fused, batch, 0)[0])
+        chosen = [k if k == "auto" else int(k) for b, k in cases if int(b) == batch]
+        for accept, drafts in itertools.product(options.accept, chosen):
             room = (steps + 40) * (16 if drafts == "auto" else drafts + 1)
             engine = make_engine(
                 target, drafter, batch, options.context, room, drafts, accept, options.fp8
@@ -307,17 +316,14 @@ def main():
             ms, length = loop_ms(engine, drafts, steps, options.context)
             if drafts != "auto":  # its expectation, which the table meets within 2%
                 length = sum(accept**k for k in range(drafts + 1))
-            row("cycle", batch, "ours", ms, drafts=drafts, what="loop", accepted=length,
-                accept=accept, modelled_ratio=length * ar / ms, host_ms=host_ms(engine),
+            row("cycle", batch, "ours", ms, drafts=drafts, accepted=length, accept=accept,
+                modelled_ratio=length * ar / ms, host_ms=host_ms(engine),
                 fp8_draft_head=options.fp8)  # fmt: skip
             if drafts != "auto" and accept == options.accept[0]:
                 parts = linears_ms(engine._fused, batch, drafts)
                 row("cycle", batch, "linears", sum(parts), drafts=drafts, verify_ms=parts[0])
             del engine
             torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(run, file, indent=1)
 
 
 if __name__ == "__main__":

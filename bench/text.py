@@ -8,7 +8,9 @@ are captured before the clock starts.
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -58,7 +60,11 @@ def main():
     target = load_target(options.target, device=options.device, dtype=options.dtype)
     drafter = DominoDrafter.from_pretrained(options.drafter, dtype, options.device)
     asked = {f"d{k}": k if k == "auto" else int(k) for k in options.drafts}
-    run = report.header("text", {}) | {"protocol": __doc__.split("\n\n")[1], "sets": {}}
+    run = report.header("text", {}) | {
+        "command": "python -m bench.text " + shlex.join(sys.argv[1:]),
+        "protocol": " ".join(__doc__.split("\n\n")[1].split()),
+        "sets": {},
+    }
     for name, prompts in sets.items():
         found = {}
         for batch in options.batch:
@@ -76,8 +82,8 @@ def main():
         print(name, "first token, ms:", found["first_token_ms"])
         run["sets"][name] = found
         print(f"{name}\n{markdown(found)}", flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
+        if options.json:  # as far as it has come
+            Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
 
 
 if __name__ == "__main__":
