@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 SUITES = {
+    "expand": "bench.ops.expand",
     "head": "bench.ops.head",
     "verify": "bench.ops.verify",
     "train": "bench.ops.train",

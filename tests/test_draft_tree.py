@@ -227,6 +227,7 @@ ERRORS = [
     (dict(widths=(2, 4)), r"TreePlan: widths: got \(2, 4\) with 4 children, expected 1 first"),
     (dict(widths=(1, 5)), r"TreePlan: widths: got \(1, 5\) with 4 children"),
     (dict(widths=()), r"TreePlan: widths: got \(\)"),
+    (dict(widths=(1,) * 9), "base_logits: got 8 slots, expected at least 9 for 9 levels"),
     (dict(children=33), r"children: got 33, expected 1\.\.32"),
     (
         dict(anchor=torch.zeros(3, dtype=torch.int64)),

@@ -226,6 +226,18 @@ def test_vocabulary_of_the_logits_may_be_shorter(base_dtype, device, generator):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B, W", [(1, 3), (3, 7)])
+def test_input_table(B, W, dtype, device, generator):
+    """The rows of W_ih E come from a table; other values than the reference's by one rounding."""
+    arguments = make(generator, dtype, device, B=B, W=W, G=48)
+    arguments["weights"] = arguments["weights"].with_table()
+    out = expand(**arguments, children=4, return_scores=True)
+    assert_expansion(out, arguments, epsilon=4 * EPSILON[dtype])
+    anchors = arguments | dict(states=None, parent=None)
+    assert_expansion(expand(**anchors, children=4), anchors, epsilon=4 * EPSILON[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind, B, H", [("silu", 2, 72), ("gate", 1, 72), ("silu", 9, 33)])
 def test_hoisted_hidden_rows(kind, B, H, dtype, device, generator):
     arguments = make(generator, dtype, device, B=B, H=H, kind=kind, R=40)

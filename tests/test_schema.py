@@ -80,6 +80,7 @@ def expand(dtype, drawn, pooled, recurrent=True):
         *((per_row, per_row.clone()) if drawn else (None, None)),
         *(weights[:2] if recurrent else (None, None)),
         *weights[2:],
+        None,
         0 if recurrent else 2,
         1,
         True,

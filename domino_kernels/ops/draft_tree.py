@@ -6,7 +6,13 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
-from domino_kernels.ops.expand import Expansion, expand_out, expand_workspace, project_hidden
+from domino_kernels.ops.expand import (
+    Expansion,
+    expand_out,
+    expand_workspace,
+    project_hidden,
+    run,
+)
 from domino_kernels.ops.head_weights import HeadWeights
 from domino_kernels.torch_library import check_status, define, pointer, target
 
@@ -198,6 +204,12 @@ class TreePlan:
                 f"draft_tree: base_logits: got {logits[0]} rows, expected {self.batch}, as anchor "
                 f"has"
             )
+        needed = len(self.widths) + (0 if self.options["shift_label"] else 1)
+        if logits[1] < needed:
+            raise ValueError(
+                f"draft_tree: base_logits: got {logits[1]} slots, expected at least {needed} for "
+                f"{len(self.widths)} levels"
+            )
         if (pool is None) != (self.pool_size is None):
             got = "None" if pool is None else "a tensor"
             raise ValueError(
@@ -212,7 +224,9 @@ class TreePlan:
         first = row = 0
         for depth, level in enumerate(self.levels):
             root = depth == 0
-            expand_out(
+            # the first call checks the caller's tensors for all; the others are the plan's
+            step = expand_out if root else run
+            step(
                 base_logits,
                 None,
                 anchor[:, None] if root else level.token,
@@ -228,7 +242,7 @@ class TreePlan:
                 seed=seed,
                 block_start=block_start,
                 node=level.node,
-                scores_by_node=True,
+                scores_by_node=result.scores is not None,
                 **self.options,
             )
             after = self.levels[depth + 1] if depth + 1 < len(self.levels) else self.end

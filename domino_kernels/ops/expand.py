@@ -115,6 +115,7 @@ def _launch_expand(
     w1,
     w2,
     embedding,
+    table,
     low_rank,
     depth,
     shift_label,
@@ -165,7 +166,7 @@ def _launch_expand(
         w1=pointer(w1),
         w2=w2.data_ptr(),
         embedding=embedding.data_ptr(),
-        table=0,
+        table=pointer(table),
         batch=batch,
         paths=paths,
         children=children,
@@ -202,7 +203,8 @@ _expand = define(
     "expand(Tensor base_logits, Tensor? hidden, Tensor? from_hidden, Tensor? parent_states, "
     "Tensor? parent, Tensor token, Tensor? path_depth, Tensor? node, Tensor? pool, "
     "Tensor? temperature, Tensor? seed, Tensor? block_start, Tensor? w_ih, Tensor? w_hh, "
-    "Tensor? w1, Tensor w2, Tensor embedding, int low_rank, int depth, bool shift_label, "
+    "Tensor? w1, Tensor w2, Tensor embedding, Tensor? table, int low_rank, int depth, "
+    "bool shift_label, "
     "int pure_draft_prefix_len, bool scores_by_node, Tensor(a!) workspace, Tensor(b!) tokens, "
     "Tensor(c!) log_probs, "
     "Tensor(d!) log_remaining, Tensor(e!)? states, Tensor(f!)? scores) -> ()",
@@ -253,7 +255,8 @@ def expand(
     no mass and is not drawn; temperature 0 draws the greatest score alone. Log R is the log of a
     sum of what is left, never of 1 minus what is gone.
 
-    Sums are fp32; the state and u are rounded to the dtype of the weights. A path's results do not
+    Sums are fp32; the state and u are rounded to the dtype of the weights, the GRU's input product
+    where `weights` has a table. A path's results do not
     depend on the other paths, bit for bit.
 
     Args:
@@ -409,16 +412,22 @@ def expand_out(
     drawn = seed is not None
     scores_by_node = bool(scores_by_node) and out.scores is not None
     numbered = drawn or scores_by_node
-    per_path = {"parent": parent, "depth": path_depth, "node": node if numbered else None}
-    per_row = {"seed": seed, "block_start": block_start if drawn else None}
-    for shape, tensors in ((batch, paths), per_path), ((batch,), per_row):
-        for name, value in tensors.items():
-            if value is not None:
-                checks.tensor(op, name, value, shape, torch.int64, device)
-                checks.contiguous(op, name, value)
-            elif (name == "node" and numbered) or (name == "block_start" and drawn):
-                why = "seed" if drawn else "scores_by_node"
-                raise ValueError(f"{op}: {name}: got None, expected a tensor with {why}")
+    for name, value in (("parent", parent), ("depth", path_depth)):
+        if value is not None:
+            checks.tensor(op, name, value, (batch, paths), torch.int64, device)
+            checks.contiguous(op, name, value)
+    if numbered:
+        if node is None:
+            why = "seed" if drawn else "scores_by_node"
+            raise ValueError(f"{op}: node: got None, expected a tensor with {why}")
+        checks.tensor(op, "node", node, (batch, paths), torch.int64, device)
+        checks.contiguous(op, "node", node)
+    if drawn:
+        if block_start is None:
+            raise ValueError(f"{op}: block_start: got None, expected a tensor with seed")
+        for name, value in (("seed", seed), ("block_start", block_start)):
+            checks.tensor(op, name, value, (batch,), torch.int64, device)
+            checks.contiguous(op, name, value)
     if temperature is not None:
         checks.tensor(op, "temperature", temperature, (batch,), torch.float32, device)
         checks.contiguous(op, "temperature", temperature)
@@ -439,6 +448,52 @@ def expand_out(
     checks.tensor(op, "workspace", workspace, size, torch.uint8, device)
     if size[0] < need:
         raise ValueError(f"{op}: workspace: got {size[0]} bytes, expected at least {need}")
+    return run(
+        base_logits,
+        hidden,
+        token,
+        weights,
+        out=out,
+        workspace=workspace,
+        depth=depth,
+        path_depth=path_depth,
+        states=states,
+        parent=parent,
+        from_hidden=from_hidden,
+        pool=pool,
+        temperature=temperature,
+        seed=seed,
+        block_start=block_start if drawn else None,
+        node=node if numbered else None,
+        shift_label=shift_label,
+        pure_draft_prefix_len=pure_draft_prefix_len,
+        scores_by_node=scores_by_node,
+    )
+
+
+def run(
+    base_logits,
+    hidden,
+    token,
+    weights,
+    *,
+    out,
+    workspace,
+    depth,
+    states,
+    parent,
+    from_hidden,
+    pool,
+    temperature,
+    seed,
+    block_start,
+    node,
+    shift_label,
+    pure_draft_prefix_len,
+    scores_by_node,
+    path_depth=None,
+):
+    """`expand_out` of checked arguments."""
     _expand(
         base_logits,
         hidden,
@@ -447,16 +502,17 @@ def expand_out(
         parent,
         token,
         path_depth,
-        node if numbered else None,
+        node,
         pool,
         temperature,
         seed,
-        block_start if drawn else None,
+        block_start,
         weights.w_ih,
         weights.w_hh,
         weights.w1,
         weights.w2,
         weights.embedding,
+        weights.table,
         LOW_RANK[weights.low_rank],
         depth,
         shift_label,
@@ -503,7 +559,7 @@ def _workspace_bytes(batch, paths, children, candidates, pooled, weights):
     up = lambda n, to: (n + to - 1) // to * to  # noqa: E731
     tiles = batch * ((paths + 7) // 8) if pooled else (batch * paths + 7) // 8
     columns = up(tiles, 4) * 8
-    part_size = 128 * ((candidates + 396 * 128 - 1) // (396 * 128))
+    part_size = 128 * ((candidates + 264 * 128 - 1) // (264 * 128))
     rows = columns * ((candidates + part_size - 1) // part_size)
     parts = batch * paths * weights.rank * 4, columns * up(weights.rank, 32) * 4, rows * 16
     parts += rows * children * 8, rows * children * 4, columns // 8 * 4
