@@ -32,9 +32,10 @@ int launch_behind(void (*kernel)(VerifyChainParams, Params...), const VerifyChai
       status != kOk)
     return status;
   const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk);
-  // as many blocks a row as keep the device busy; 16 is what the largest devices allow, and only a
-  // few such clusters fit at a time
-  const int wanted = groups <= 4 ? kMostClusterBlocks : groups <= 16 ? 8 : groups <= 32 ? 4 : 2;
+  // as many blocks a row as keep the device busy; more than 8 is for the data centre parts alone,
+  // and only a few such clusters fit at a time
+  const int most = major == 9 || major == 10 ? kMostClusterBlocks : 8;
+  const int wanted = groups <= 4 ? most : groups <= 16 ? 8 : groups <= 32 ? 4 : 2;
   if (clustered && major >= 9)
     while (size < wanted && size * kWalkWarps < chunks) size *= 2;
   if (size > 8) {
