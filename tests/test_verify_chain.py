@@ -63,6 +63,31 @@ def test_greedy_is_argmax_and_cumulative_accept(dtype, device, generator):
     assert not result.status.any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(40, 5, 999), (7, 35, 130), (3, 15, 151936)], ids=str)
+def test_greedy_without_logprobs(shape, dtype, device, generator):
+    """The short form of the greedy rule decides as the long one, also on rows that are no law."""
+    batch, drafts, vocab = shape
+    target = torch.randn(batch, drafts + 1, vocab, generator=generator).to(dtype)
+    tokens = target.float().argmax(-1)[:, :drafts].contiguous()
+    stop = torch.randint(0, drafts + 1, (batch,), generator=generator)
+    for b in range(batch):
+        if stop[b] < drafts:
+            tokens[b, stop[b]] = [0, -1, vocab, 2**62][b % 4]
+    target[0, 0, 1], target[1, drafts] = NAN, -INF
+    target, tokens = target.to(device), tokens.to(device)
+    rows = [n % (drafts + 2) for n in range(batch)]
+    cu_rows = torch.tensor([0, *np.cumsum(rows)], dtype=torch.int32, device=device)
+    packed = torch.cat([target[b, :n] for b, n in enumerate(rows)])
+    for source, ragged in ((target, None), (packed, cu_rows)):
+        long = verify_chain(source, tokens, cu_rows=ragged)
+        short = verify_chain(source, tokens, cu_rows=ragged, logprobs=False)
+        assert short.chosen_logprob is None
+        for name in ("tokens", "num_accepted", "num_emitted", "status"):
+            assert torch.equal(getattr(short, name), getattr(long, name)), name
+        assert ragged is not None or (long.status.any() and (long.num_accepted > 0).any())
+
+
 def test_greedy_ties_go_to_the_lowest_id(device):
     target = torch.zeros(1, 3, 3000, device=device)
     target[0, 0, [2999, 1500, 700]] = 1.0  # far apart: other lanes, tiles and vectors
