@@ -115,8 +115,8 @@ def grow_tree(root):
 
 def draft_chain_triton(dtype, exact):
     arguments = draft_chain(dtype, True)
-    workspace, tokens, scores = arguments[22:25]
-    return (*arguments[:8], None, True, 1, exact, 4, workspace, tokens, scores)
+    memory = arguments[22:26]  # workspace, tokens, scores, restarts
+    return (*arguments[:8], None, True, 1, exact, 4, *memory)
 
 
 def shortlist(dtype, pools, optional):

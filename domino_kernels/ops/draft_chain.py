@@ -6,10 +6,12 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
+from domino_kernels.ops.draft_chain_triton import launch_triton, triton_workspace_bytes
 from domino_kernels.ops.head_weights import LOW_RANK, HeadWeights
 from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
 POOLS = ("block", "slot")
+BACKENDS = ("cuda", "triton")
 
 
 class DraftResult(NamedTuple):
@@ -56,17 +58,24 @@ class ChainPlan:
         weights: HeadWeights of the calls.
         batch, num_drafts, pool_size, pool: the largest that a call will have; pool_size None: the
             default of a call of this batch.
+        backend: "cuda", or "triton": the calls' kernels (on a CPU, the twin or the interpreter).
 
     One call, or one graph replay, may use a plan at a time; what may run at the same time needs a
     plan each. The memory holds the epochs of the exchanges between thread blocks: nobody else may
     write to it.
     """
 
-    def __init__(self, weights, batch, *, num_drafts=15, pool_size=None, pool="block"):
-        _check_weights("ChainPlan", weights)
-        pool_size = _pool_size("ChainPlan", pool_size, batch, weights.vocab_size)
-        pools = num_drafts if _slot_pools("ChainPlan", pool) else 1
-        size = _workspace_bytes(batch, num_drafts, pool_size, pools, weights)
+    def __init__(
+        self, weights, batch, *, num_drafts=15, pool_size=None, pool="block", backend="cuda"
+    ):
+        op = "ChainPlan"
+        _check_weights(op, weights)
+        if backend not in BACKENDS:
+            raise ValueError(f"{op}: backend: got {backend!r}, expected one of {BACKENDS}")
+        pool_size = _pool_size(op, pool_size, batch, weights.vocab_size)
+        pools = num_drafts if _slot_pools(op, pool) else 1
+        self.backend = backend
+        size = _workspace_bytes(batch, num_drafts, pool_size, pools, weights, backend)
         self.workspace = torch.empty(size, dtype=torch.uint8, device=weights.device)
         kept = _kept_bytes(weights)
         self.workspace[:kept].zero_()
@@ -200,6 +209,7 @@ def draft_chain(
     mask=None,
     bias=None,
     plan=None,
+    backend="cuda",
     return_scores=False,
     return_details=False,
 ):
@@ -253,6 +263,8 @@ def draft_chain(
         mask: [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 set where id v is allowed.
         bias: [B, V] float32, added to the base logits of every slot.
         plan: ChainPlan; None: one for this call.
+        backend: of that one. "triton", on any GPU that Triton knows: Domino heads, greedy, block
+            pools that are chosen by groups of ids, without mask, bias, vocab_valid and num_active.
         return_scores: also return the score of each id.
         return_details: return a DraftResult; so does a call with temperature.
 
@@ -270,7 +282,14 @@ def draft_chain(
         raise ValueError(f"{op}: num_drafts: got {num_drafts!r}, expected at least 1")
     _check_weights(op, weights)
     if plan is None:
-        plan = ChainPlan(weights, batch, num_drafts=num_drafts, pool_size=pool_size, pool=pool)
+        plan = ChainPlan(
+            weights,
+            batch,
+            num_drafts=num_drafts,
+            pool_size=pool_size,
+            pool=pool,
+            backend=backend,
+        )
     sampled = temperature is not None
     out = DraftResult.empty(
         weights,
@@ -395,12 +414,34 @@ def draft_chain_out(
     if not isinstance(plan, ChainPlan):
         raise TypeError(f"{op}: plan: got {type(plan).__name__}, expected ChainPlan")
     workspace = plan.workspace
-    need = _workspace_bytes(batch, drafts, pool_size, drafts if slot_pools else 1, weights)
+    pools = drafts if slot_pools else 1
+    need = _workspace_bytes(batch, drafts, pool_size, pools, weights, plan.backend)
     if workspace.device != device or workspace.numel() < need:
         raise ValueError(
             f"{op}: plan: got {workspace.numel()} bytes on {workspace.device}, expected at least "
             f"{need} on {device}"
         )
+    if plan.backend == "triton":
+        if not (temperature is num_active is mask is bias is None) or (
+            slot_pools or vocab_valid != vocab or weights.low_rank != "silu" or hidden is None
+        ):
+            raise ValueError(
+                f"{op}: backend: got 'triton', which takes a Domino head, greedy, with pools of "
+                f"the block, and no num_active, mask, bias or vocab_valid"
+            )
+        launch_triton(
+            base_logits,
+            hidden,
+            anchor,
+            weights,
+            shift_label,
+            pure_draft_prefix_len,
+            exact,
+            pool_size,
+            workspace,
+            out,
+        )
+        return out
     _draft_chain(
         base_logits,
         hidden,
@@ -450,11 +491,13 @@ def _pool_size(op, size, batch, vocab):
     return min(size, vocab)
 
 
-def _workspace_bytes(batch, drafts, pool_size, pools, weights):
+def _workspace_bytes(batch, drafts, pool_size, pools, weights, backend="cuda"):
     """The larger of the two forms' workspaces (csrc/head/draft_chain.h), for any prefix.
 
     In Python, so that torch.compile can trace it; tests compare it with the kernels' own.
     """
+    if backend == "triton":
+        return triton_workspace_bytes(batch, drafts, pool_size, weights)
     if weights.device.type == "cpu":
         return 0
     vocab, units, rank = weights.vocab_size, weights.state_size, weights.rank

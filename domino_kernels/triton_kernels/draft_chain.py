@@ -3,16 +3,13 @@
     vocabulary  argmax of the uncorrected drafts                 once
     project     W1h H of the corrected ones                      once
     shortlist   the pool: the best of each group of ids          once
-    state       S_j, u_j = SiLU(W1h H + W1s S_j), W_hh S_j       a draft
+    gates       S_j                                              a draft
+    product     u_j = SiLU(W1h H + W1s S_j) and W_hh S_j         a draft
     pool        argmax of base + W2 u_j over the pool            a draft
     vocabulary  argmax of base + W2 u over all ids               once for all drafts: certifies them
     restart     the first draft whose winner the pool missed     once
-    state, vocabulary   over again from that draft on            a draft; over at once if none
+    gates, product, vocabulary   over again from there on        a draft; over at once if none
     finish      ids and scores from the keys                     once
-
-The GRU step and the low-rank correction are one launch a draft: gates are elementwise, so every
-program computes those of all units itself and multiplies its own rows of [W1s ; W_hh] with the new
-state. Above FUSED_ROWS batch rows that redundancy costs more than a launch: `gates` stands alone.
 
 Sums run in the same order at every batch: a product is always a [rows of W, 16 columns] tile, its K
 split at fixed places. Winners meet in atomic maxima of (value, id) keys, whose order is immaterial.
@@ -27,12 +24,11 @@ import triton.language as tl
 from triton.language.extra import cuda as tlx
 
 COLUMNS = 16  # batch rows, or (slot, row) pairs, of a tile: the least that tl.dot takes
-FUSED_ROWS = 4
 SPLIT_K = 4  # parts of the input products, summed by whoever reads them
 GROUP_BEST = 4  # ids that a group of the vocabulary sends to the pool
-BLOCK_N, STATE_WARPS, STAGES = 32, 4, 3
-BLOCK_V, VOCABULARY_WARPS = 128, 8
-OVERLAP = True
+BLOCK_N, PRODUCT_K = 64, 256
+POOL_BLOCK = 32
+GROUP_LIMIT = 2048  # ids of a group: what a tile holds
 NO_KEY = tl.constexpr(-(2**63))
 
 # What changes from draft to draft or with the batch gets no kernel of its own for a 1, a multiple
@@ -74,55 +70,20 @@ def _key_value(key):
 
 
 @triton.jit
-def _token(row, inside, token_ptr, vocab, ANCHOR: tl.constexpr):
+def _token(row, token_ptr, vocab, ANCHOR: tl.constexpr):
     """y_j of these rows, from the anchors or from the keys of draft j - 1."""
-    token = tl.load(token_ptr + row, mask=inside, other=0)
+    token = tl.load(token_ptr + row)
     if not ANCHOR:
         token = _key_id(token)
     return tl.minimum(tl.maximum(token, 0), vocab - 1)
 
 
 @triton.jit
-def _gates(x_r, x_z, x_n, s_r, s_z, s_n, state):
-    reset = tl.sigmoid(x_r + s_r)
-    update = tl.sigmoid(x_z + s_z)
-    candidate = 2 * tl.sigmoid(2 * (x_n + reset * s_n)) - 1  # tanh
-    return candidate + update * (state - candidate)
-
-
-@triton.jit
-def _input(x_ptr, x_split, at, mask, SPLIT: tl.constexpr):
+def _sum_parts(x_ptr, x_split, at, mask, SPLIT: tl.constexpr):
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, SPLIT):
         x += tl.load(x_ptr + part * x_split + at, mask=mask, other=0.0)
     return x
-
-
-@triton.jit
-def _next_state(
-    k, row, x_row, mask, units, x_ptr, x_split, product_ptr, state_ptr,
-    TABLE: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """S_j at [k, row], rounded to the dtype of the states; `x_row` is where a row's inputs begin.
-
-    A row of the table is [units / 16, gate, 16], one of the streamed products [gate, units].
-    """
-    x = x_row[None, :] + (k // 16 * 48 + k % 16 if TABLE else k)[:, None]
-    gate = 16 if TABLE else units
-    x_r = _input(x_ptr, x_split, x, mask, SPLIT)
-    x_z = _input(x_ptr, x_split, x + gate, mask, SPLIT)
-    x_n = _input(x_ptr, x_split, x + 2 * gate, mask, SPLIT)
-    if FIRST:
-        zero = tl.zeros_like(x_r)
-        new = _gates(x_r, x_z, x_n, zero, zero, zero, zero)
-    else:
-        s = row[None, :] * 3 * units + k[:, None]
-        s_r = tl.load(product_ptr + s, mask=mask, other=0.0)
-        s_z = tl.load(product_ptr + s + units, mask=mask, other=0.0)
-        s_n = tl.load(product_ptr + s + 2 * units, mask=mask, other=0.0)
-        state = tl.load(state_ptr + row[None, :] * units + k[:, None], mask=mask, other=0.0)
-        new = _gates(x_r, x_z, x_n, s_r, s_z, s_n, state.to(tl.float32))
-    return new.to(state_ptr.dtype.element_ty)
 
 
 @_kernel
@@ -144,7 +105,7 @@ def project_kernel(
         if tl.max(inside.to(tl.int32), 0) == 0:
             return
     if EMBEDDED:
-        at = _token(n, inside, token_ptr, vocab, ANCHOR) * x_stride
+        at = _token(tl.minimum(n, columns - 1), token_ptr, vocab, ANCHOR) * x_stride
     else:
         at = (n % batch).to(tl.int64) * x_stride + (n // batch).to(tl.int64) * x_stride_slot
     span = tl.cdiv(tl.cdiv(length, SPLIT), BLOCK_K) * BLOCK_K
@@ -164,85 +125,78 @@ def project_kernel(
 @_kernel
 def gates_kernel(
     x_ptr, x_split, x_stride, token_ptr, product_ptr, state_ptr, new_ptr, first_ptr,
-    draft, units, batch, vocab,
+    draft, units, vocab,
     OVERLAP: tl.constexpr, TABLE: tl.constexpr, ANCHOR: tl.constexpr,
     RESTART: tl.constexpr, SPLIT: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """S_j of one row and BLOCK_G units."""
-    row = tl.program_id(1).to(tl.int64) + tl.arange(0, 1)
+    """S_j of one row and BLOCK_G units.
+
+    A row of the table is [units / 16, gate, 16], one of the streamed products [gate, units].
+    """
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    mask = k < units
     _begin(OVERLAP)
     if RESTART:
-        if tl.load(first_ptr + tl.program_id(1)) >= draft:
+        if tl.load(first_ptr + row) >= draft:
             return
-    k = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
-    x_row = _token(row, row < batch, token_ptr, vocab, ANCHOR) if TABLE else row
-    mask = (k < units)[:, None]
-    new = _next_state(k, row, x_row * x_stride, mask, units, x_ptr, x_split, product_ptr,
-                      state_ptr, TABLE, ANCHOR, SPLIT)  # fmt: skip
-    tl.store(new_ptr + row[None, :] * units + k[:, None], new, mask=mask)
+    x = (_token(row, token_ptr, vocab, ANCHOR) if TABLE else row) * x_stride
+    x += k // 16 * 48 + k % 16 if TABLE else k
+    gate = 16 if TABLE else units
+    x_r = _sum_parts(x_ptr, x_split, x, mask, SPLIT)
+    x_z = _sum_parts(x_ptr, x_split, x + gate, mask, SPLIT)
+    x_n = _sum_parts(x_ptr, x_split, x + 2 * gate, mask, SPLIT)
+    s_r, s_z, s_n, state = 0.0, 0.0, 0.0, 0.0
+    if not ANCHOR:  # the state before is 0
+        s = product_ptr + row * 3 * units + k
+        s_r = tl.load(s, mask=mask, other=0.0)
+        s_z = tl.load(s + units, mask=mask, other=0.0)
+        s_n = tl.load(s + 2 * units, mask=mask, other=0.0)
+        state = tl.load(state_ptr + row * units + k, mask=mask, other=0.0).to(tl.float32)
+    reset, update = tl.sigmoid(x_r + s_r), tl.sigmoid(x_z + s_z)
+    candidate = 2 * tl.sigmoid(2 * (x_n + reset * s_n)) - 1  # tanh
+    new = candidate + update * (state - candidate)
+    tl.store(new_ptr + row * units + k, new.to(new_ptr.dtype.element_ty), mask=mask)
 
 
 @_kernel
-def state_kernel(
-    x_ptr, x_split, x_stride, token_ptr, product_ptr, state_ptr, new_ptr, new_product_ptr,
-    from_hidden_ptr, from_hidden_split, low_rank_ptr, w1s_ptr, w1_stride, w_hh_ptr, first_ptr,
-    draft, first_block, rank_blocks, rank, units, batch, vocab,
-    OVERLAP: tl.constexpr, FUSED: tl.constexpr, TABLE: tl.constexpr, ANCHOR: tl.constexpr,
-    RESTART: tl.constexpr, SPLIT: tl.constexpr, Z_SPLIT: tl.constexpr, ROWS: tl.constexpr,
+def product_kernel(
+    state_ptr, product_ptr, from_hidden_ptr, from_hidden_split, low_rank_ptr,
+    w1s_ptr, w1_stride, w_hh_ptr, first_ptr,
+    draft, first_block, rank_blocks, rank, units, batch,
+    OVERLAP: tl.constexpr, RESTART: tl.constexpr, SPLIT: tl.constexpr, CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of [W1s ; W_hh] times S_j: u_j, or W_hh S_j for the next step.
-
-    FUSED: the gates of all units come first, for ROWS <= COLUMNS batch rows; the other columns of
-    the tile repeat them. Else S_j is read.
-    """
+    """BLOCK_N rows of [W1s ; W_hh] times S_j: u_j, or W_hh S_j for the next step."""
     block = tl.program_id(0) + first_block
-    row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS) % ROWS
-    inside = row < batch
-    few = tl.program_id(1) * COLUMNS + tl.arange(0, ROWS)
-    few_inside = few < batch
-    _begin(OVERLAP)
-    if RESTART:
-        inside &= tl.load(first_ptr + row, mask=inside, other=draft) < draft
-        few_inside &= tl.load(first_ptr + few, mask=few_inside, other=draft) < draft
-        if tl.max(few_inside.to(tl.int32), 0) == 0:
-            return
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = n < batch
     i = (block if block < rank_blocks else block - rank_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = rank if block < rank_blocks else 3 * units
     stride = w1_stride if block < rank_blocks else units
-    w_ptr = w1s_ptr if block < rank_blocks else w_hh_ptr
-    w_row = w_ptr + i.to(tl.int64)[:, None] * stride
+    w_row = (w1s_ptr if block < rank_blocks else w_hh_ptr) + i.to(tl.int64)[:, None] * stride
     sums = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
-    if FUSED:
-        few = few.to(tl.int64)
-        x_row = _token(few, few_inside, token_ptr, vocab, ANCHOR) if TABLE else few
-        x_row = x_row * x_stride
-    for start in range(0, units, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
+    for chunk in tl.static_range(CHUNKS):
+        k = chunk * BLOCK_K + tl.arange(0, BLOCK_K)
         w = tl.load(w_row + k[None, :], mask=(i < rows)[:, None] & (k < units)[None, :], other=0.0)
-        if FUSED:
-            mask = (k < units)[:, None] & few_inside[None, :]
-            new = _next_state(k, few, x_row, mask, units, x_ptr, x_split, product_ptr, state_ptr,
-                              TABLE, ANCHOR, SPLIT)  # fmt: skip
-            if tl.program_id(0) == start // BLOCK_K % tl.num_programs(0):  # one of all stores it
-                tl.store(new_ptr + few[None, :] * units + k[:, None], new, mask=mask)
-            new = tl.where(mask, new, 0.0).to(new.dtype)
-            new = tl.broadcast_to(new[:, None, :], (BLOCK_K, COLUMNS // ROWS, ROWS))
-            new = tl.reshape(new, (BLOCK_K, COLUMNS))
-        else:
-            mask = (k < units)[:, None] & inside[None, :]
-            at = row.to(tl.int64)[None, :] * units + k[:, None]
-            new = tl.load(new_ptr + at, mask=mask, other=0.0)
-        sums = tl.dot(w, new, sums, input_precision="ieee")
-    own = tl.arange(0, COLUMNS) < ROWS
-    mask = (inside & own)[None, :] & (i < rows)[:, None]
-    at = row.to(tl.int64)[None, :] * rows + i[:, None]
+        if chunk == 0:
+            _begin(OVERLAP)
+            if RESTART:
+                inside &= tl.load(first_ptr + n, mask=inside, other=draft) < draft
+                if tl.max(inside.to(tl.int32), 0) == 0:
+                    return
+        at = n.to(tl.int64)[None, :] * units + k[:, None]
+        mask = (k < units)[:, None] & inside[None, :]
+        sums = tl.dot(w, tl.load(state_ptr + at, mask=mask, other=0.0), sums,
+                      input_precision="ieee")  # fmt: skip
+    mask = inside[None, :] & (i < rows)[:, None]
+    at = n.to(tl.int64)[None, :] * rows + i[:, None]
     if block < rank_blocks:
-        mixed = sums + _input(from_hidden_ptr, from_hidden_split, at, mask, Z_SPLIT)
-        low_rank = mixed / (1 + tl.exp(-mixed))
+        mixed = sums + _sum_parts(from_hidden_ptr, from_hidden_split, at, mask, SPLIT)
+        low_rank = mixed / (1 + tl.exp(-mixed))  # SiLU
         tl.store(low_rank_ptr + at, low_rank.to(low_rank_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(new_product_ptr + at, sums, mask=mask)
+        tl.store(product_ptr + at, sums, mask=mask)
 
 
 @_kernel
@@ -309,9 +263,19 @@ def vocabulary_kernel(
     r = tl.arange(0, BLOCK_R)
     w2_row = w2_ptr + v.to(tl.int64)[:, None] * rank
     known = (v < vocab)[:, None]
+    if RESTART:
+        _begin(OVERLAP)
+        pending = tl.zeros([COLUMNS], tl.int32)
+        for start in range(0, columns, COLUMNS):
+            n = start + tl.arange(0, COLUMNS)
+            first = tl.load(first_ptr + n, mask=n < columns, other=draft)
+            pending = tl.maximum(pending, (first < draft).to(tl.int32))
+        if tl.max(pending, 0) == 0:
+            return
     if CORRECTED and CHUNKS == 1:
         w2 = tl.load(w2_row + r[None, :], mask=known & (r < rank)[None, :], other=0.0)
-    _begin(OVERLAP)
+    if not RESTART:
+        _begin(OVERLAP)
     for start in range(0, columns, COLUMNS):
         n = start + tl.arange(0, COLUMNS)
         inside = n < columns
@@ -358,7 +322,8 @@ def restart_kernel(
 
 @_kernel
 def finish_kernel(
-    tokens_ptr, scores_ptr, keys_ptr, batch, drafts, OVERLAP: tl.constexpr, BLOCK_K: tl.constexpr
+    tokens_ptr, scores_ptr, restarts_ptr, keys_ptr, first_ptr, batch, drafts,
+    OVERLAP: tl.constexpr, CERTIFIED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -367,6 +332,10 @@ def finish_kernel(
     at = row * drafts + draft
     tl.store(tokens_ptr + at, _key_id(key), mask=draft < drafts)
     tl.store(scores_ptr + at, _key_value(key), mask=draft < drafts)
+    restarts = 0
+    if CERTIFIED:
+        restarts = (tl.load(first_ptr + row) < drafts).to(tl.int32)
+    tl.store(restarts_ptr + row, restarts)
 
 
 class Workspace:
@@ -383,7 +352,8 @@ class Workspace:
         self.low_rank = self._take(dtype, corrected, batch, rank)
         self.from_hidden = self._take(torch.float32, SPLIT_K, corrected, batch, rank)
         self.inputs = self._take(torch.float32, SPLIT_K, batch, 3 * units)
-        self.pool = self._take(torch.int32, batch, pool_size)
+        groups = max(pool_size // GROUP_BEST, triton.cdiv(weights.vocab_size, GROUP_LIMIT))
+        self.pool = self._take(torch.int32, batch, groups * GROUP_BEST)
 
     def _take(self, dtype, *shape):
         start, size = self.bytes, dtype.itemsize
@@ -403,18 +373,28 @@ def _can_overlap(device):
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def _block_v(device):
+    """Ids of the vocabulary in a tile: 92 KB of shared memory, or 59 where there is less."""
+    if device.type != "cuda":
+        return 128
+    properties = torch.cuda.get_device_properties(device)
+    return 128 if getattr(properties, "shared_memory_per_block_optin", 0) >= 96 << 10 else 64
+
+
 class _Chain:
     """The launches of one block, in order."""
 
-    def __init__(self, base, hidden, anchor, weights, table, memory, *, first_slot, prefix):
+    def __init__(self, base, hidden, anchor, weights, table, memory, first_slot, prefix):
         self.base, self.hidden, self.anchor = base, hidden, anchor
         self.weights, self.table, self.memory = weights, table, memory
         self.first_slot, self.prefix = first_slot, prefix
         self.drafts, self.batch = memory.keys.shape[1:]
         self.corrected = self.drafts - prefix
         self.row_blocks = triton.cdiv(self.batch, COLUMNS)
+        self.block_v = _block_v(anchor.device)
         self.overlap = {"OVERLAP": False}
-        if OVERLAP and _can_overlap(anchor.device):
+        if _can_overlap(anchor.device):
             self.overlap = {"OVERLAP": True, "launch_pdl": True}
         self.block_k = 64 if weights.dtype == torch.float32 else 128
         self.block_r = min(max(16, triton.next_power_of_2(weights.rank)), 2 * self.block_k)
@@ -436,7 +416,7 @@ class _Chain:
             out, out.stride(0), w, w.stride(0), x, x_stride, x_stride_slot, tokens,
             self.memory.first, draft, rows, length, self.batch, columns, self.weights.vocab_size,
             EMBEDDED=embedded, ANCHOR=draft == 0, RESTART=restart, SPLIT=SPLIT_K,
-            COLUMNS=COLUMNS, BLOCK_N=BLOCK_N, BLOCK_K=self.block_k, num_stages=STAGES,
+            COLUMNS=COLUMNS, BLOCK_N=BLOCK_N, BLOCK_K=self.block_k,
             **self.overlap,
         )  # fmt: skip
 
@@ -451,35 +431,27 @@ class _Chain:
             self._project(x, w.w_ih, 3 * units, w.hidden_size, w.embedding, w.hidden_size, 0,
                           self.batch, tokens, draft, True, restart)  # fmt: skip
         before = max(draft - 1, 0)
-        flags = dict(TABLE=self.table is not None, ANCHOR=draft == 0, RESTART=restart)
-        flags["SPLIT"] = 1 if flags["TABLE"] else SPLIT_K
-        fused = self.batch <= FUSED_ROWS
-        if not fused:
-            gates_kernel[triton.cdiv(units, 256), self.batch](
-                x, x.stride(0), x_stride, tokens, m.products[before], m.states[before],
-                m.states[draft], m.first, draft, units, self.batch, w.vocab_size,
-                **flags, BLOCK_G=256,
-            **self.overlap,
-            )  # fmt: skip
-        corrected = draft >= self.prefix
+        gates_kernel[triton.cdiv(units, 256), self.batch](
+            x, x.stride(0), x_stride, tokens, m.products[before], m.states[before],
+            m.states[draft], m.first, draft, units, w.vocab_size,
+            TABLE=self.table is not None, ANCHOR=draft == 0, RESTART=restart,
+            SPLIT=1 if self.table is not None else SPLIT_K, BLOCK_G=256, **self.overlap,
+        )  # fmt: skip
         slot = max(draft - self.prefix, 0)
         rank_blocks = triton.cdiv(rank, BLOCK_N)
-        first_block = 0 if corrected else rank_blocks
+        first_block = 0 if draft >= self.prefix else rank_blocks
         blocks = rank_blocks - first_block
         if draft + 1 < self.drafts:
             blocks += triton.cdiv(3 * units, BLOCK_N)
         if blocks == 0:
             return
-        state_kernel[blocks, self.row_blocks](
-            x, x.stride(0), x_stride, tokens, m.products[before], m.states[before],
+        block_k = min(PRODUCT_K, triton.next_power_of_2(max(units, 16)))
+        product_kernel[blocks, self.row_blocks](
             m.states[draft], m.products[draft], m.from_hidden[0, slot], m.from_hidden.stride(0),
             m.low_rank[slot], w.w1[:, w.hidden_size :], w.w1.stride(0), w.w_hh, m.first,
-            draft, first_block, rank_blocks, rank, units, self.batch, w.vocab_size,
-            FUSED=fused, **flags, Z_SPLIT=SPLIT_K, COLUMNS=COLUMNS,
-            ROWS=triton.next_power_of_2(self.batch) if fused else COLUMNS,
-            BLOCK_N=BLOCK_N, BLOCK_K=min(self.block_k, triton.next_power_of_2(max(units, 16))),
-            num_warps=STATE_WARPS, num_stages=STAGES,
-            **self.overlap,
+            draft, first_block, rank_blocks, rank, units, self.batch,
+            RESTART=restart, SPLIT=SPLIT_K, CHUNKS=triton.cdiv(units, block_k), COLUMNS=COLUMNS,
+            BLOCK_N=BLOCK_N, BLOCK_K=block_k, **self.overlap,
         )  # fmt: skip
 
     def shortlist(self):
@@ -495,23 +467,22 @@ class _Chain:
     def score_pool(self, draft, keys):
         w, m = self.weights, self.memory
         base, size = self.slot(draft), m.pool.size(1)
-        block = 32 if self.batch < 16 else 64
-        pool_kernel[triton.cdiv(size, block), self.batch](
+        pool_kernel[triton.cdiv(size, POOL_BLOCK), self.batch](
             keys[draft], m.pool, base, base.stride(0), m.low_rank[draft - self.prefix], w.w2,
             size, w.rank, CHUNKS=triton.cdiv(w.rank, self.block_r),
-            BLOCK_M=block, BLOCK_R=self.block_r, **self.overlap,
+            BLOCK_M=POOL_BLOCK, BLOCK_R=self.block_r, **self.overlap,
         )  # fmt: skip
 
     def score_all(self, draft, slots, keys, restart=False):
         """Drafts draft .. draft + slots - 1, all corrected or none."""
         w, base = self.weights, self.base[:, self.first_slot + draft :]
-        vocabulary_kernel[(triton.cdiv(w.vocab_size, BLOCK_V),)](
+        vocabulary_kernel[(triton.cdiv(w.vocab_size, self.block_v),)](
             keys[draft], base, base.stride(0), base.stride(1),
             self.memory.low_rank[max(draft - self.prefix, 0)], w.w2, self.memory.first, draft,
             self.batch, slots * self.batch, w.vocab_size, w.rank,
             CORRECTED=draft >= self.prefix, RESTART=restart,
             CHUNKS=triton.cdiv(w.rank, self.block_r),
-            COLUMNS=COLUMNS, BLOCK_V=BLOCK_V, BLOCK_R=self.block_r, num_warps=VOCABULARY_WARPS,
+            COLUMNS=COLUMNS, BLOCK_V=self.block_v, BLOCK_R=self.block_r,
             **self.overlap,
         )  # fmt: skip
 
@@ -521,55 +492,44 @@ class _Chain:
             **self.overlap,
         )  # fmt: skip
 
-    def finish(self, tokens, scores, keys):
+    def finish(self, keys, tokens, scores, restarts, certified):
         finish_kernel[(self.batch,)](
-            tokens, scores, keys, self.batch, self.drafts, **self.overlap,
-            BLOCK_K=triton.next_power_of_2(self.drafts),
+            tokens, scores, restarts, keys, self.memory.first, self.batch, self.drafts,
+            CERTIFIED=certified, BLOCK_K=triton.next_power_of_2(self.drafts), **self.overlap,
         )  # fmt: skip
 
 
 def draft_chain(
-    base, hidden, anchor, weights, tokens, scores, workspace, *,
-    shift_label, prefix, exact, pool_size, table=None,
+    base, hidden, anchor, weights, table, tokens, scores, restarts, workspace, *,
+    shift_label, prefix, exact, pool_size,
 ):  # fmt: skip
-    """Launches the block: `tokens` [B, K] int64 and `scores` [B, K] float32 are written.
+    """Launches the block: tokens [B, K] int64, scores [B, K] float32, restarts [B] int32.
 
-    exact: every id is the winner over all ids. With a pool (pool_size > 0) the chain runs over it,
-        one pass over W2 certifies all drafts, and rows that were wrong go on over all ids from
-        there; without one, every draft is scored over all ids.
+    The chain runs over a pool. exact: one pass over W2 certifies all drafts, and rows whose winner
+    the pool missed go on over all ids from there: one restart. table [V, G / 16, 3, 16] or None.
     """
     batch, drafts = tokens.shape
     prefix = min(prefix, drafts)
     corrected = drafts - prefix
     memory = Workspace(workspace, batch, drafts, prefix, weights, pool_size)
-    keys, chain_keys = memory.keys
+    chain = _Chain(base, hidden, anchor, weights, table, memory, 0 if shift_label else 1, prefix)
     memory.keys.fill_(NO_KEY.value)
-    first_slot = 0 if shift_label else 1
-    chain = _Chain(
-        base, hidden, anchor, weights, table, memory, first_slot=first_slot, prefix=prefix
-    )
+    keys, chain_keys = memory.keys
+    if not exact:
+        chain_keys = keys
     if prefix:
         chain.score_all(0, prefix, keys)
     if corrected:
         chain.project_hidden()
-    if corrected and pool_size:
         chain.shortlist()
         for draft in range(drafts):
-            # y_j of the uncorrected slots, and all of them where nothing certifies
-            seen = chain_keys if exact and draft > prefix else keys
-            chain.step(draft, seen)
+            chain.step(draft, chain_keys if draft > prefix else keys)
             if draft >= prefix:
-                chain.score_pool(draft, chain_keys if exact else keys)
-        if exact:
-            chain.score_all(prefix, corrected, keys)
-            chain.restart(keys, chain_keys)
-            for draft in range(prefix + 1, drafts):
-                chain.step(draft, keys, restart=True)
-                chain.score_all(draft, 1, keys, restart=True)
-    elif corrected:
-        for draft in range(drafts):
-            chain.step(draft, keys)
-            if draft >= prefix:
-                chain.score_all(draft, 1, keys)
-    chain.finish(tokens, scores, keys)
-    return tokens
+                chain.score_pool(draft, chain_keys)
+    if corrected and exact:
+        chain.score_all(prefix, corrected, keys)
+        chain.restart(keys, chain_keys)
+        for draft in range(prefix + 1, drafts):
+            chain.step(draft, keys, restart=True)
+            chain.score_all(draft, 1, keys, restart=True)
+    chain.finish(keys, tokens, scores, restarts, certified=bool(corrected and exact))

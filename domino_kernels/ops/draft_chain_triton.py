@@ -1,8 +1,6 @@
-"""draft_chain's Triton backend behind the same public function: `draft_chain(backend="triton")`."""
+"""The Triton backend of draft_chain, an op of its own. Calls are checked by ops/draft_chain.py."""
 
 import os
-
-import torch
 
 from domino_kernels.ops.head_weights import HeadWeights
 from domino_kernels.torch_library import define
@@ -25,6 +23,7 @@ def _launch(
     workspace,
     tokens,
     scores,
+    restarts,
 ):
     from domino_kernels.triton_kernels.draft_chain import draft_chain
 
@@ -38,59 +37,40 @@ def _launch(
         hidden,
         anchor,
         HeadWeights(w_ih, w_hh, w1, w2, embedding),
+        table,
         tokens,
         scores,
+        restarts,
         workspace,
         shift_label=shift_label,
         prefix=pure_draft_prefix_len,
         exact=exact,
         pool_size=pool_size,
-        table=table,
     )
 
 
-draft_chain_triton = define(
+_draft_chain_triton = define(
     "draft_chain_triton(Tensor base_logits, Tensor hidden, Tensor anchor, Tensor w_ih, "
     "Tensor w_hh, Tensor w1, Tensor w2, Tensor embedding, Tensor? table, bool shift_label, "
     "int pure_draft_prefix_len, bool exact, int pool_size, Tensor(a!) workspace, "
-    "Tensor(b!) tokens, Tensor(c!) scores) -> ()",
+    "Tensor(b!) tokens, Tensor(c!) scores, Tensor(d!) restarts) -> ()",
     _launch,
 )
 
 
-def workspace_bytes(batch, num_drafts, weights, pure_draft_prefix_len, pool_size):
-    from domino_kernels.triton_kernels.draft_chain import Workspace
-
-    prefix = min(pure_draft_prefix_len, num_drafts)
-    return Workspace(None, batch, num_drafts, prefix, weights, pool_size).bytes
-
-
-def run(
+def launch_triton(
     base_logits,
     hidden,
     anchor,
     weights,
-    *,
-    num_drafts,
     shift_label,
     pure_draft_prefix_len,
     exact,
     pool_size,
-    table=None,
-    out=None,
-    scores=None,
-    workspace=None,
+    workspace,
+    out,
 ):
-    """(tokens, scores) of checked arguments: see `domino_kernels.draft_chain`."""
-    size = len(anchor), num_drafts
-    if out is None:
-        out = torch.empty(size, dtype=torch.int64, device=anchor.device)
-    if scores is None:
-        scores = torch.empty(size, dtype=torch.float32, device=anchor.device)
-    if workspace is None:
-        needed = workspace_bytes(*size, weights, pure_draft_prefix_len, pool_size)
-        workspace = torch.empty(needed, dtype=torch.uint8, device=anchor.device)
-    draft_chain_triton(
+    _draft_chain_triton(
         base_logits,
         hidden,
         anchor,
@@ -99,13 +79,17 @@ def run(
         weights.w1,
         weights.w2,
         weights.embedding,
-        table,
+        weights.table,
         shift_label,
         pure_draft_prefix_len,
         exact,
         pool_size,
         workspace,
-        out,
-        scores,
+        *out[:3],
     )
-    return out, scores
+
+
+def triton_workspace_bytes(batch, num_drafts, pool_size, weights):
+    from domino_kernels.triton_kernels.draft_chain import Workspace
+
+    return Workspace(None, batch, num_drafts, 0, weights, pool_size).bytes
