@@ -1,7 +1,8 @@
 """python -m bench SUITE [--json F] [--op, --case, --model, --batch of it] [--check | --profile]
 
-python -m bench recall: see bench/pool_recall.py. python -m bench merge OUT.json RUN.json...: the
-rows of several runs of one suite, on GPUs of one kind, in one file.
+python -m bench recall: see bench/pool_recall.py.
+python -m bench merge OUT.json RUN.json...: runs of one suite on GPUs of one kind, in one file.
+python -m bench table RUN.json: medians in Markdown.
 """
 
 import argparse
@@ -61,6 +62,8 @@ def main():
     if sys.argv[1:2] == ["merge"]:
         out, *runs = sys.argv[2:]
         return report.write(report.merge([json.loads(Path(run).read_text()) for run in runs]), out)
+    if sys.argv[1:2] == ["table"]:
+        return print(report.table(json.loads(Path(sys.argv[2]).read_text())))
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=__doc__,
@@ -69,12 +72,16 @@ def main():
     parser.add_argument("suite", choices=sorted(registry.SUITES))
     parser.add_argument("--json", metavar="F", help="write the run as JSON")
     parser.add_argument("--op", help="this op only")
-    parser.add_argument("--case", help="this case only")
+    parser.add_argument("--case", nargs="*", help="these cases only")
     parser.add_argument("--model", nargs="*", help="the shapes of these models only")
     parser.add_argument("--provider", nargs="*", help="these providers only")
     parser.add_argument("--batch", type=int, nargs="*", help="these batch sizes only")
+    parser.add_argument(
+        "--budget", type=float, default=timing.BUDGET_S, help="seconds of replays a provider"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="the correctness gate alone, no timing")
+    only.add_argument("--stages", action="store_true", help="ours by kernel, under a profiler")
     only.add_argument("--profile", action="store_true", help="one call of ours a case, for ncu")
     options = parser.parse_args()
 
@@ -85,7 +92,7 @@ def main():
         if (case := keep(every, options.provider, device)).providers
         and (not options.profile or "ours" in case.providers)
         and (not options.op or case.op == options.op)
-        and (not options.case or case.case == options.case)
+        and (not options.case or case.case in options.case)
         and (not options.model or case.params["model"] in options.model)
         and (not options.batch or case.batch in options.batch)
     ]
@@ -97,14 +104,21 @@ def main():
     failed = False
     clock = timing.Clock()
     run = timer = None
-    if not (options.check or options.profile):
-        timer = timing.Timer()
+    if not (options.check or options.profile or options.stages):
+        timer = timing.Timer(options.budget)
         run = report.header(options.suite, timing.ceilings(timer)) | {"rows": []}
         report.print_header(run)
     with torch.no_grad():
         for case in chosen:
             if options.profile:
                 profile(case)
+                continue
+            if options.stages:
+                rotation = timing.Rotation(case)
+                for name, fn in case.providers.items():
+                    if name.split("/")[0] == "ours":
+                        print(report.label(case, name))
+                        report.print_stages(timing.stages(fn, rotation))
                 continue
             with clock("operands", "make"):
                 rotation = timing.Rotation(case) if run else [case.make(0, device)]
@@ -117,6 +131,7 @@ def main():
                 continue
             right = {name: fn for name, fn in case.providers.items() if not verdict[name]}
             times = timer.measure(right, rotation, case.eager, clock)
+            del rotation  # before the next case makes its own
             for name in case.providers:
                 if isinstance(times.get(name), str):
                     print(f"{report.label(case, name)}: {times[name]}", flush=True)
@@ -125,10 +140,10 @@ def main():
                 row = report.row(case, name, times.get(name, {}), name in right)
                 run["rows"].append(row)
                 report.print_row(row, run["ceilings"])
+            if options.json:  # after each case: a run cut short leaves what it had
+                report.write(run, options.json)
     for name, spent in clock.seconds.items():
         print(name, *(f"{phase} {seconds:.1f} s" for phase, seconds in spent.items()))
-    if options.json and run:
-        report.write(run, options.json)
     sys.exit(failed)
 
 

@@ -7,6 +7,15 @@ from pathlib import Path
 from bench.report import floor_us
 
 
+def name_of(row):
+    """A peer's name, or ours with its mode."""
+    if row["provider"] != "ours":
+        return row["provider"]
+    backend = "" if row["params"].get("backend", "cuda") == "cuda" else " in Triton"
+    table = "" if row["params"].get("table", True) else ", no table"
+    return f"ours{backend}, {row['case']}{table}"
+
+
 def series(run, op="draft_chain"):
     """{model: {provider or mode of ours: [(batch, us)], "floor": [(batch, us)]}} of an op's rows.
 
@@ -18,7 +27,7 @@ def series(run, op="draft_chain"):
         if row["op"] != op or not row["ok"] or row["params"].get("restarts"):
             continue
         model = found.setdefault(row["params"]["model"], {})
-        name = f"ours, {row['case']}" if row["provider"] == "ours" else row["provider"]
+        name = name_of(row)
         model.setdefault(name, []).append((row["batch"], row["us_p50"]))
         if name == "ours, exact":
             floor = floor_us(row, run["ceilings"])

@@ -17,7 +17,8 @@ class Case:
     """One op at one shape.
 
     make(seed, device) -> the operands of one copy, as a tuple: inputs, weights, outputs, workspace.
-    providers: name -> fn(*operands), graph-safe; "ours" and the peers get the same operands.
+    providers: name -> fn(*operands), graph-safe; "ours" and the peers get the same operands. What
+        follows a slash tells modes of one provider apart; its provider_params say what they are.
     check(operands, results): raises AssertionError where the result of a provider is wrong. It runs
     once a provider before any timing: no figure without a right answer.
     bytes: what the op has to move at least, each operand once.

@@ -50,7 +50,7 @@ def row(case, provider, times, ok):
         "params": case.params | case.provider_params.get(provider, {}),
         "shape": case.shape,
         "batch": case.batch,
-        "provider": provider,
+        "provider": provider.split("/")[0],
         **{key: round(value, 3) for key, value in times.items()},
         "bytes": case.bytes,
         "ok": ok,
@@ -91,6 +91,11 @@ def print_row(r, ceilings):
     )
 
 
+def print_stages(stages):
+    for kernel, (launches, us) in stages.items():
+        print(f"    {kernel:<32}{launches:>6.1f} launches{us:>10.2f} us a call", flush=True)
+
+
 def merge(runs):
     """One run of the rows of several of the same suite, GPU model and commit, made in parallel."""
     first = runs[0]
@@ -101,6 +106,28 @@ def merge(runs):
     rows = [row for run in runs for row in run["rows"]]
     command = " + ".join(run["command"] for run in runs)
     return first | {"command": command, "ceilings": ceilings, "rows": rows}
+
+
+def table(run):
+    """Markdown: the medians of each op, model and case, a row a provider, a column a batch."""
+    blocks = {}
+    for r in run["rows"]:
+        if r["ok"]:
+            fixed = {k: v for k, v in r["params"].items() if k not in ("M", "recall")}
+            model = fixed.pop("model", "")
+            told = [f"{k}={v}" for k, v in fixed.items() if k not in ("num_drafts", "data")]
+            name = " ".join([r["case"], r["provider"], *told])
+            block = blocks.setdefault((r["op"], model), {})
+            block.setdefault(name, {})[r["batch"]] = r["us_p50"]
+    lines = []
+    for (op, model), rows in blocks.items():
+        batches = sorted({batch for row in rows.values() for batch in row})
+        lines += ["", " | ".join([f"| {op} {model}", *map(str, batches)]) + " |"]
+        lines.append("|---" * (len(batches) + 1) + "|")
+        for name, row in rows.items():
+            cells = [f"{row[b]:.1f}" if b in row else "" for b in batches]
+            lines.append(" | ".join([f"| {name}", *cells]) + " |")
+    return "\n".join(lines[1:])
 
 
 def write(run, path):

@@ -14,16 +14,17 @@ with nothing queued ahead: its time is the host's wherever that is the slower of
 """
 
 import math
+import re
 import time
 from contextlib import contextmanager
 
 import torch
 
 CALLS = 16
-MAX_CALLS = 128
+MAX_CALLS = 32
 REPEATS = 30
 MIN_REPEATS = 7
-BUDGET_S = 0.3  # of replays, a provider and case
+BUDGET_S = 0.2  # of replays, for a provider of a case
 _SLEEP_CYCLES = 2_000_000  # about 1 ms: longer than the launch of any graph here
 _FIXED_S = 2.5e-3  # of a pair: two sleeps, two flushes
 
@@ -88,7 +89,8 @@ class Clock:
 
 
 class Timer:
-    def __init__(self):
+    def __init__(self, budget_s=BUDGET_S):
+        self.budget_s = budget_s
         self.flush_buffer = torch.empty(4 * l2_bytes(), dtype=torch.uint8, device="cuda")
 
     def once(self, replay, hide_launch=True):
@@ -108,7 +110,7 @@ class Timer:
     def measure(self, providers, rotation, eager=(), clock=None):
         """{provider: {"us_p20", "us_p50", "us_p80", "us_single", "repeats"}, or an error's text}.
 
-        Providers are interleaved. One that is slow gets fewer repeats: BUDGET_S of replays.
+        Providers are interleaved. One that is slow gets fewer repeats, `budget_s` of replays.
         """
         clock = clock or Clock()
         n = rotation.calls
@@ -125,7 +127,7 @@ class Timer:
                 result[name] = brief(error)
                 continue
             runs[name] = run
-            repeats[name] = max(MIN_REPEATS, min(REPEATS, int(BUDGET_S / cost)))
+            repeats[name] = max(MIN_REPEATS, min(REPEATS, int(self.budget_s / cost)))
         pairs = {name: [] for name in runs}
         for repeat in range(REPEATS):
             for name, (many, one, hide) in runs.items():
@@ -133,6 +135,34 @@ class Timer:
                     with clock(name, "timing"):
                         pairs[name].append((self.once(many, hide), self.once(one, hide)))
         return result | {name: summary(p, n) for name, p in pairs.items()}
+
+
+def stages(fn, rotation, calls=8):
+    """{kernel: [launches a call, microseconds a call]}, in order of their first launch.
+
+    Durations as CUPTI reports them, launched by the host: a kernel that may start before the one in
+    front of it has ended waits for it inside its own duration, so these add up to more than a call.
+    """
+    fn(*rotation[0])
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for i in range(calls):
+            fn(*rotation[i])
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    events = [e for e in profiler.events() if e.device_type == on_device]
+    return by_kernel([(e.name, e.time_range.elapsed_us()) for e in events], calls)
+
+
+def by_kernel(events, calls):
+    found = {}
+    for name, us in events:
+        # void space::kernel<bf16, 4>(Params) -> kernel
+        short = re.sub(r"[<(].*", "", name.removeprefix("void ")).split("::")[-1]
+        entry = found.setdefault(short, [0, 0.0])
+        entry[0] += 1 / calls
+        entry[1] += us / calls
+    return found
 
 
 def summary(pairs, n):

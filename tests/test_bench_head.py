@@ -102,7 +102,7 @@ def test_pool_peer_agrees_where_the_winners_are_inside():
     assert tokens.tolist() == block.planted.tolist()
 
 
-@pytest.mark.parametrize("batch", [3, 17])
+@pytest.mark.parametrize("batch", [1, 3, 17])
 def test_triton_peer_against_the_reference(batch, device):
     """Under the interpreter without a GPU: tails of ids, ranks and rows, and ties."""
     triton_peer = pytest.importorskip("bench.peers.head_triton")

@@ -15,28 +15,32 @@ QWEN = {"H": 4096, "G": 1024, "R": 256, "V": 151936}
 SMALL = {"H": 576, "G": 256, "R": 96, "V": 49152}
 
 
-class Plan:
-    """Blocks that take turns on one workspace: words that one leaves must not pass for the next's.
+class Chain:
+    """Blocks that take turns on one plan: words that one leaves must not pass for the next one's.
 
-    Of two blocks one restarts in row 0, and each expects its planted winners.
+    A winner of the second block is outside of every pool: it restarts in row 0.
     """
 
     def __init__(self, shape, batch, seed=0):
         self.blocks = [planted_block(shape, batch, seed + i, "cuda", restarts=i) for i in range(2)]
         self.weights = [block.weights.with_table() for block in self.blocks]
         self.plan = ChainPlan(self.weights[0], batch)
-        self.out = [DraftResult.empty(weights, batch) for weights in self.weights]
+        self.epoch, _, _, self.mute = self.plan.workspace[:16].view(torch.int32).split(1)
+        self.out = [DraftResult.empty(self.weights[0], batch) for _ in self.blocks]
 
     def launch(self):
         for block, weights, out in zip(self.blocks, self.weights, self.out):
             draft_chain_out(*block[:3], weights, out=out, plan=self.plan)
 
-    def check(self):
+    def check(self, restarts=True):
         torch.cuda.synchronize()
-        for i, block in enumerate(self.blocks):
-            wrong = int((self.out[i].tokens != block.planted).sum())
+        for i, (block, out) in enumerate(zip(self.blocks, self.out)):
+            wrong = int((out.tokens != block.planted).sum())
             assert wrong == 0, f"block {i}: {wrong} of {block.planted.numel()} ids are wrong"
-            self.out[i].tokens.fill_(-1)
+            if restarts:
+                assert out.restarts.tolist() == [i] + [0] * (len(block.anchor) - 1)
+            out.tokens.fill_(-1)
+            out.restarts.fill_(-1)
 
 
 def capture(launch):
@@ -54,12 +58,12 @@ def capture(launch):
 @pytest.mark.parametrize("shape, batch, replays", [(QWEN, 1, 40_000), (SMALL, 9, 10_000)])
 def test_back_to_back(shape, batch, replays):
     """Together 10^5 blocks, two a replay."""
-    plan = Plan(shape, batch)
-    graph = capture(plan.launch)
+    chain = Chain(shape, batch)
+    graph = capture(chain.launch)
     for i in range(replays):
         graph.replay()
         if i % 2_000 == 1_999:
-            plan.check()
+            chain.check()
 
 
 @pytest.fixture
@@ -81,18 +85,18 @@ def busy():
 
 @pytest.mark.parametrize("batch", [1, 64])
 def test_beside_a_product_that_fills_the_chip(batch, busy):
-    plan = Plan(QWEN, batch)
-    graph = capture(plan.launch)
+    chain = Chain(QWEN, batch)
+    graph = capture(chain.launch)
     for _ in range(20):
         busy(20)  # about 30 ms
         for _ in range(50):
             graph.replay()
-        plan.check()
+        chain.check()
 
 
 def test_two_plans_on_two_streams():
-    plans = [Plan(QWEN, 8), Plan(SMALL, 33, seed=7)]
-    graphs = [capture(plan.launch) for plan in plans]
+    chains = [Chain(QWEN, 8), Chain(SMALL, 33, seed=7)]
+    graphs = [capture(chain.launch) for chain in chains]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(10):
         torch.cuda.synchronize()
@@ -100,12 +104,12 @@ def test_two_plans_on_two_streams():
             for graph, stream in zip(graphs, streams):
                 with torch.cuda.stream(stream):
                     graph.replay()
-        for plan in plans:
-            plan.check()
+        for chain in chains:
+            chain.check()
 
 
 def test_in_a_graph_with_other_work():
-    plan = Plan(QWEN, 8)
+    chain = Chain(QWEN, 8)
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(a)
     side = torch.cuda.Stream()
@@ -115,7 +119,7 @@ def test_in_a_graph_with_other_work():
         with torch.cuda.stream(side):
             for _ in range(4):
                 torch.mm(a, a, out=product)
-        plan.launch()
+        chain.launch()
         torch.cuda.current_stream().wait_stream(side)
         torch.mm(a, a, out=product)
 
@@ -123,4 +127,30 @@ def test_in_a_graph_with_other_work():
     for _ in range(10):
         for _ in range(100):
             graph.replay()
-        plan.check()
+        chain.check()
+
+
+@pytest.mark.parametrize("batch", [1, 9, 64])
+def test_epochs_wrap_around(batch):
+    chain = Chain(SMALL, batch)
+    graph = capture(chain.launch)
+    chain.check()
+    chain.epoch.fill_(-416)
+    seen = []
+    for _ in range(40):
+        graph.replay()
+        chain.check()
+        seen.append(chain.epoch.item())
+    assert seen[0] < 0 < seen[-1], f"epochs {seen[0]} to {seen[-1]} do not wrap around"
+
+
+@pytest.mark.parametrize("batch", [1, 9, 64])
+def test_after_aborted_launches(batch):
+    """A block that stays silent: the second form does the work. Then all is as ever."""
+    chain = Chain(SMALL, batch)
+    graph = capture(chain.launch)
+    for _ in range(50):
+        for mute in (1, 0):  # the first thread block stays silent, or none
+            chain.mute.fill_(mute)
+            graph.replay()
+            chain.check(restarts=mute == 0)

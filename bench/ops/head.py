@@ -1,5 +1,10 @@
 """The drafting head at the shapes of the public checkpoints, and of the drafter shipped here."""
 
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional
 
@@ -8,6 +13,7 @@ from bench.ops.head_inputs import drawer, planted_block
 from bench.peers import head as peers
 from bench.peers.head import DRAFTS
 from bench.registry import Case
+from domino_kernels import ChainPlan, DraftResult, draft_chain_out
 from domino_kernels.reference.head import gru_step as reference_gru_step
 from domino_kernels.testing import assert_error_rule, to_numpy
 
@@ -20,9 +26,6 @@ MODELS = {
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOTS = 16
 DTYPE = torch.bfloat16
-POOL = 2048
-# model, batch and restarts: one winner outside the pool, and all of them
-OUTSIDE = [("qwen3-8b", batch, restarts) for batch in (1, 8, 64) for restarts in (1, DRAFTS - 1)]
 
 
 def gru_step_case(model, batch):
@@ -59,13 +62,61 @@ def gru_step_case(model, batch):
     )
 
 
+class Operands(NamedTuple):
+    """What ours and the peers get. `with_table` are the same weights and the input table.
+
+    plan, out: memory of a call of ours in each mode: mode -> ChainPlan, DraftResult.
+    law: [B] temperatures, seeds and positions of a drawn block.
+    """
+
+    base: torch.Tensor
+    hidden: torch.Tensor
+    anchor: torch.Tensor
+    weights: domino_kernels.HeadWeights
+    prepared: peers.Prepared
+    with_table: domino_kernels.HeadWeights
+    plan: domino_kernels.ChainPlan
+    triton_plan: domino_kernels.ChainPlan
+    out: domino_kernels.DraftResult
+    drawn_out: domino_kernels.DraftResult
+    law: dict[str, torch.Tensor]
+    planted: torch.Tensor
+
+
+def ours(o, *, table=True, exact=True, drawn=False, backend="cuda"):
+    return draft_chain_out(
+        *o[:3],
+        o.with_table if table else o.weights,
+        out=o.drawn_out if drawn else o.out,
+        plan=o.triton_plan if backend == "triton" else o.plan,
+        exact=exact and not drawn,
+        pool_size=pool_size(len(o.anchor)),
+        **(o.law if drawn else {}),
+    ).tokens
+
+
+# mode of ours -> its arguments, by case; a row's params name them
+MODES = {
+    "exact": {
+        "ours": {"table": True},
+        "ours/no-table": {"table": False},
+        "ours/triton": {"table": True, "backend": "triton"},
+    },
+    "pool": {
+        "ours": {"table": True, "exact": False},
+        "ours/triton": {"table": True, "exact": False, "backend": "triton"},
+    },
+    "sampled": {"ours": {"table": True, "drawn": True}},
+}
+
+
 def triton_table(*operands):
     from bench.peers.head_triton import full_table
 
     return full_table(*operands)
 
 
-# provider -> (function, what its rows say besides the case's params)
+# peer -> (function, what its rows say besides the case's params)
 EXACT = {
     "eager": (peers.full, {}),
     "graph": (peers.full, {}),
@@ -74,11 +125,28 @@ EXACT = {
     "cudnn": (peers.cudnn, {}),
     "triton-table": (triton_table, {"table": True}),
 }
-POOLED = {"graph-pool": (peers.pool, {"M": POOL})}
-# seconds a shape to compile: at the shapes that the bars name only
-COMPILED = {("qwen3-8b", batch) for batch in (1, 8, 64)}
+POOLED = {"graph-pool": (peers.pool, {"M": 2048})}
+PEERS = {"exact": EXACT, "pool": POOLED, "sampled": {}}
+# slow to time or to compile and nowhere the fastest: at the shapes that the bars name only
+SLOW = ("eager", "compile", "compile-table", "cudnn")
+BARS = {("qwen3-8b", batch) for batch in (1, 8, 64)}
 # winners outside the pool change nothing for the peers, which score all ids
 RESTART_PEERS = ("graph",)
+
+
+COLD = 0.01  # a temperature at which the planted winners are drawn: they lead by 25 of it
+
+
+def pool_size(batch):
+    return 2048 if batch <= 8 else 512  # what the op does of itself
+
+
+@cache
+def recall(size):
+    """Of the full vocabulary's winners, on the shipped drafter's held-out blocks; None: unknown."""
+    counts = Path(__file__).parent.parent / "results" / "pool-recall-smollm2.json"
+    rows = json.loads(counts.read_text())["sets"]["all"]["pools"]
+    return next((r["recall"] for r in rows if (r["pool"], r["M"]) == ("block", size)), None)
 
 
 def assert_winners(tokens, base, hidden, anchor, weights):
@@ -102,63 +170,96 @@ def assert_winners(tokens, base, hidden, anchor, weights):
 
 
 def check_draft_chain(operands, tokens):
-    block = operands[:4]
-    assert_winners(tokens, *block)
-    wrong = int((tokens != operands[-1]).sum())
+    (o,) = operands
+    assert_winners(tokens, *o[:4])
+    wrong = int((tokens != o.planted).sum())
     assert wrong == 0, f"{wrong} of {tokens.numel()} ids are not the planted winners"
 
 
-def draft_chain_case(model, batch, case="exact", restarts=0):
-    shape = MODELS[model]
+def draft_chain_bytes(shape, batch, case):
+    """Each operand once; of E W_ih^T, the hidden rows and, for a pool, W2 the rows looked up."""
     hidden, units, rank, vocab = shape.values()
-    rivals = dict(EXACT if case == "exact" else POOLED)
-    for name in EXACT:
-        slow = name.startswith("compile") and (model, batch) not in COMPILED
-        if slow or (restarts and name not in RESTART_PEERS):
-            rivals.pop(name, None)
+    scored = vocab if case == "exact" else min(vocab, batch * pool_size(batch))
+    head = 3 * units * units + rank * (hidden + units) + scored * rank
+    return (head + batch * DRAFTS * (vocab + hidden + 3 * units)) * DTYPE.itemsize
+
+
+@cache
+def make_operands(model, batch, restarts, device, seed):
+    """One copy, which the cases of a shape share: exact, pool and sampled."""
+    shape, size = MODELS[model], pool_size(batch)
+    block = planted_block(shape, batch, seed, device, restarts=restarts, slots=SLOTS, dtype=DTYPE)
+    options = dict(num_drafts=DRAFTS, pool_size=size)
+    return Operands(
+        *block[:4],
+        peers.prepare(block.weights),
+        block.weights.with_table(),
+        ChainPlan(block.weights, batch, **options),
+        ChainPlan(block.weights, batch, **options, backend="triton"),
+        DraftResult.empty(block.weights, batch, **options),
+        DraftResult.empty(block.weights, batch, **options, sampled=True),
+        {
+            "temperature": torch.full((batch,), COLD, device=device),
+            "seed": torch.arange(batch, device=device),
+            "block_start": torch.full((batch,), 100, device=device),
+        },
+        block.planted,
+    )
+
+
+make_operands.last = None
+
+
+def draft_chain_case(model, batch, case="exact", restarts=0):
+    shape, size = MODELS[model], pool_size(batch)
+    rivals = {}
+    for name, peer in PEERS[case].items():
+        left_out = name in SLOW and (model, batch) not in BARS
+        if not left_out and (not restarts or name in RESTART_PEERS):
+            rivals[name] = peer
 
     def make(seed, device):
-        block = planted_block(
-            shape, batch, seed, device, restarts=restarts, slots=SLOTS, dtype=DTYPE
-        )
-        out = domino_kernels.DraftResult.empty(block.weights, batch)
-        plan = domino_kernels.ChainPlan(block.weights, batch)
-        prepared = peers.prepare(block.weights)
-        return *block[:4], prepared, out, plan, block.planted
+        if make_operands.last != (model, batch, restarts):  # memory of another shape goes
+            make_operands.cache_clear()
+            make_operands.last = model, batch, restarts
+        return (make_operands(model, batch, restarts, device, seed),)
 
-    def ours(base, hidden, anchor, weights, prepared, out, plan, planted):
-        return domino_kernels.draft_chain_out(
-            base, hidden, anchor, weights, out=out, plan=plan
-        ).tokens
-
-    providers = {"ours": ours} if case == "exact" else {}
-    for name, (peer, _) in rivals.items():
-        providers[name] = lambda *operands, peer=peer: peer(*operands[:5])
-    head = 3 * units * (hidden + units) + rank * (hidden + units) + vocab * rank
-    rows = batch * DRAFTS * (vocab + 2 * hidden)  # base logits, hidden row, embedding row
-    if case == "pool":  # the base logits are read all the same; of W2 the pool's rows
-        head -= max(0, vocab - batch * POOL) * rank
+    providers, params = {}, {}
+    for name, mode in MODES[case].items():
+        providers[name] = lambda o, mode=mode: ours(o, **mode)
+        params[name] = {"table": mode["table"], "M": size, "recall": recall(size)}
+        if "backend" in mode:
+            params[name]["backend"] = mode["backend"]
+    for name, (peer, more) in rivals.items():
+        providers[name] = lambda o, peer=peer: peer(*o[:5])
+        params[name] = more
     return Case(
         op="draft_chain",
         case=case,
         params={"model": model, "num_drafts": DRAFTS, "data": "planted", "restarts": restarts},
-        provider_params={name: more for name, (_, more) in rivals.items() if more},
+        provider_params=params,
         shape=shape,
         batch=batch,
         make=make,
         providers=providers,
         eager=tuple({"eager"} & rivals.keys()),
-        gpu_only=tuple({"triton-table"} & rivals.keys()),
+        gpu_only=tuple(name for name in providers if "triton" in name),
         check=check_draft_chain,
-        bytes=(head + rows) * DTYPE.itemsize,
+        bytes=draft_chain_bytes(shape, batch, case),
     )
 
 
 def cases():
-    for model in MODELS:
-        for batch in BATCHES:
-            yield gru_step_case(model, batch)
-            yield draft_chain_case(model, batch)
-            yield draft_chain_case(model, batch, case="pool")
-    for model, batch, restarts in OUTSIDE:
-        yield draft_chain_case(model, batch, restarts=restarts)
+    """The shapes that the bars name first."""
+    for model, batch in sorted(BARS):
+        for case in MODES:
+            yield draft_chain_case(model, batch, case)
+        for restarts in (1, DRAFTS - 1):  # one winner outside the pool, and all of them
+            yield draft_chain_case(model, batch, restarts=restarts)
+    shapes = [(model, batch) for model in MODELS for batch in BATCHES]
+    for model, batch in shapes:
+        if (model, batch) not in BARS:
+            for case in MODES:
+                yield draft_chain_case(model, batch, case)
+    for model, batch in shapes:
+        yield gru_step_case(model, batch)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
 DRAFTS = 15
 
@@ -43,7 +43,7 @@ def prepare(weights):
 
 
 def aten_cell(token, state, weights, prepared):
-    return torch.gru_cell(weights.embedding[token], state, weights.w_ih, weights.w_hh)
+    return torch.gru_cell(embedding(token, weights.embedding), state, weights.w_ih, weights.w_hh)
 
 
 def cudnn_cell(token, state, weights, prepared):
@@ -60,8 +60,8 @@ def table_cell(token, state, weights, prepared):
 
 def corrected(base, from_hidden, state, weights):
     """The winners of one slot: base [B, V], from_hidden = W1h H [B, R]."""
-    low_rank = silu(from_hidden + linear(state, weights.w1[:, weights.hidden_size :]))
-    return (base + linear(low_rank, weights.w2)).argmax(-1)
+    low_rank = silu(torch.addmm(from_hidden, state, weights.w1[:, weights.hidden_size :].t()))
+    return torch.addmm(base, low_rank, weights.w2.t()).argmax(-1)
 
 
 def loop(cell, score=corrected):
@@ -109,19 +109,22 @@ def pool(base, hidden, anchor, weights, prepared, size=2048):
 
     The pool is the top of the maximum over the corrected slots; its rows of W2 and its base logits
     are gathered once and only they are scored. The GRU runs over the first two ids as a module,
-    then cell by cell with the whole input product; [H ; S] is concatenated in every step.
+    then cell by cell with the whole input product. W1h H stands before the loop, as in the others;
+    there [H ; S] is concatenated in every step.
     """
     slots = base[:, 1:DRAFTS]
     ids = slots.amax(1).topk(size, dim=-1, sorted=False).indices
     rows = weights.w2[ids]
-    in_pool = slots.gather(2, ids[:, None].expand(-1, DRAFTS - 1, -1))
+    in_pool = slots.gather(2, ids[:, None].expand(-1, DRAFTS - 1, -1))[..., None]
+    w1_hidden, w1_state = weights.w1.tensor_split([weights.hidden_size], 1)
+    from_hidden = linear(hidden, w1_hidden)
     tokens = [base[:, 0].argmax(-1)]
     prefix = torch.stack((anchor, tokens[0]), 1)
-    state = prepared.gru(weights.embedding[prefix])[1][0]
+    state = prepared.gru(embedding(prefix, weights.embedding))[1][0]
     for slot in range(1, DRAFTS):
         if slot > 1:
             state = aten_cell(tokens[-1], state, weights, prepared)
-        low_rank = silu(linear(torch.cat((hidden[:, slot], state), -1), weights.w1))
-        scores = in_pool[:, slot - 1] + torch.bmm(rows, low_rank[..., None])[..., 0]
+        low_rank = silu(torch.addmm(from_hidden[:, slot], state, w1_state.t()))
+        scores = torch.baddbmm(in_pool[:, slot - 1], rows, low_rank[..., None])[..., 0]
         tokens.append(ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
     return torch.stack(tokens, 1)
