@@ -106,15 +106,20 @@ struct DraftChainWorkspace {
 //   draft_chain_pool     clears control->aborted; pool, from_hidden, keys of drafts < prefix (the
 //                        whole vocabulary's argmax), tile_max (exact)
 //   draft_chain_block    the chain on the pools: keys, tokens, scores of the drafts >= prefix,
-//                        tokens and scores of the others from keys, low_rank, states, first[b] =
-//                        prefix (drafts where row b is not active), restarts[b] = 0
+//                        tokens and scores of the others from keys, low_rank and states (exact),
+//                        first[b] = prefix (drafts where row b is not active), restarts[b] = 0
 //   draft_chain_certify  exact: checks drafts first[b].. against the whole vocabulary with
 //                        low_rank; at the first that differs puts the true winner into keys,
 //                        tokens, scores, first[b] = that draft + 1, ++restarts[b]; otherwise
 //                        first[b] = drafts
 //   draft_chain_block    restart: rows with first[b] < drafts, on from states[b, first[b] - 1] and
 //                        keys[b, first[b] - 1] (draft j runs S_j from S_{j-1} and y_j)
-// A launch that finds control->aborted set leaves at once; a last one then does the whole draft.
+//   draft_chain_certify  once more, for those rows
+//   draft_chain_finish   exact: rows that are still pending, a pass over W2 a draft
+//   draft_chain_rescue   where control->aborted is set, which every launch before leaves at once: the
+//                        whole draft of all rows, one block a row
+//   draft_chain_law      drawn drafts: scores and log_probs from pool_logits
+// Each leaves at once where it has nothing to do.
 //
 // Score of an id, the same bits wherever it is computed: k in ascending order, 16 to an MMA
 // (m16n8k16, lane t of a quad takes k = 4t .. 4t + 3 of the 16), in four chains of
@@ -143,18 +148,18 @@ struct ChainBlockParams : DraftChainParams {
   ChainControl* control;
   int32_t* first;      // [batch]: first draft that is not yet certified; drafts: row is done
   uint64_t* keys;      // [batch, drafts]: argmax_key of y_{j+1}
-  int32_t* pool;       // [batch, pools, pool_size]: ids in any order; -1: none
+  int32_t* pool;       // [batch, pools, pool_size]: ids in ascending order; -1: none
   float* from_hidden;  // [batch, corrected, rank]: W1h H
   void* low_rank;      // [batch, corrected, rank]: u, rounded
   void* states;        // [batch, drafts, units]: S_j, rounded
   float* tile_max;     // [ceil(vocab / kPoolTile), batch, corrected]: max of adjusted base
   void* shortlist;     // shortlist_workspace() bytes
-  void* exchange;      // words that carry value and epoch (draft_chain_block.cuh)
+  void* exchange;      // words that the blocks pass to each other (chain_exchange.cuh)
 
   DOMINO_HD int64_t corrected() const { return drafts > prefix ? drafts - prefix : 0; }
 };
 
-// y = base_logits[b, slot, v] as drafted from: with the bias, -inf where v is not allowed.
+// base_logits[b, slot, v] as drafts are scored from it: with the bias, -inf where v is not allowed.
 template <class Base>
 DOMINO_HD float adjusted_base(const DraftChainParams& p, const Base* row, int64_t b, int64_t v) {
   float value = to_float(row[v]);

@@ -86,7 +86,8 @@ int draft_chain_block_cuda(const ChainBlockParams& params, bool restart, void* s
     error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, index);
   if (error != cudaSuccess) return error;
   const int most_groups = std::min(2, device.processors / kGroup);
-  if (most_groups == 0) return draft_chain_rescue_cuda(params, true, stream);
+  if (most_groups == 0)  // not enough room for the blocks: the second form does all of it
+    return restart ? static_cast<int>(kOk) : draft_chain_rescue_cuda(params, true, stream);
 
   ChainBlockArgs p{};
   static_cast<ChainBlockParams&>(p) = params;

@@ -255,12 +255,12 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const int lane_row = lane / kRowWords, lane_k = (warp * kRowWords + lane % kRowWords) * 4;
   uint32_t awaited[kTiles / kTilesAtOnce];  // loads of this lane, without a restart
 #pragma unroll
-  for (int tile0 = 0; tile0 < kTiles; tile0 += kTilesAtOnce) {
-    awaited[tile0 / kTilesAtOnce] = 0;
+  for (int some = 0; some < kTiles; some += kTilesAtOnce) {
+    awaited[some / kTilesAtOnce] = 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int row = tile0 * kColumns + i * kRowsAtOnce + lane_row;
-      if (row < rows && lane_k < units && start[row] == 0) awaited[tile0 / kTilesAtOnce] |= 1u << i;
+      const int row = some * kColumns + i * kRowsAtOnce + lane_row;
+      if (row < rows && lane_k < units && start[row] == 0) awaited[some / kTilesAtOnce] |= 1u << i;
     }
   }
   const int from_step = max(begin - 1, 0);
@@ -350,14 +350,14 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     // S_j (or, where a row starts behind this step, the state that it starts from)
     uint32_t s[kTiles][kParts * kSteps][2];
 #pragma unroll
-    for (int tile0 = 0; tile0 < kTiles; tile0 += kTilesAtOnce) {
+    for (int some = 0; some < kTiles; some += kTilesAtOnce) {
       uint64_t word[kLoads] = {};
-      uint32_t missing = corrects || has_units ? awaited[tile0 / kTilesAtOnce] : 0;
+      uint32_t missing = corrects || has_units ? awaited[some / kTilesAtOnce] : 0;
       if (p.restart) {
         missing = 0;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-          const int row = tile0 * kColumns + i * kRowsAtOnce + lane_row;
+          const int row = some * kColumns + i * kRowsAtOnce + lane_row;
           if (row >= rows || lane_k >= units) continue;
           const int starts = start[row];
           if ((corrects || has_units) && j >= starts) missing |= 1u << i;
@@ -367,17 +367,17 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
                                                          lane_k);
         }
       }
-      const T* const from = states + (tile0 * kColumns + lane_row) * units + lane_k;
+      const T* const from = states + (some * kColumns + lane_row) * units + lane_k;
       await(
           [&] {
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-              if (tile0 * kColumns + i * kRowsAtOnce >= rows) break;
+              if (some * kColumns + i * kRowsAtOnce >= rows) break;
               look_if(word[i], from + i * kRowsAtOnce * units, missing & 1u << i);
             }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-              if (tile0 * kColumns + i * kRowsAtOnce >= rows) break;
+              if (some * kColumns + i * kRowsAtOnce >= rows) break;
               if (has_state_tag(word[i], tag)) missing &= ~(1u << i);
             }
             return missing == 0;
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
           aborted);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (tile0 * kColumns + i * kRowsAtOnce >= rows) break;
+        if (some * kColumns + i * kRowsAtOnce >= rows) break;
         *reinterpret_cast<uint64_t*>(turn_around + (i * kRowsAtOnce + lane_row) * kPitch +
                                      lane % kRowWords * 8) = word[i] & ~kStateTagBits;
       }
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         for (int i = 0; i < kParts * kSteps; ++i) {
           const uint2 pair = *reinterpret_cast<const uint2*>(
               turn_around + (tile * kColumns + g) * kPitch + (4 * i + t) * 8);
-          s[tile0 + tile][i][0] = pair.x, s[tile0 + tile][i][1] = pair.y;
+          s[some + tile][i][0] = pair.x, s[some + tile][i][1] = pair.y;
         }
       __syncwarp();
     }

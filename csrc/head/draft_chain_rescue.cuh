@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kRescueThreads, 1)
   previous_launch_done();
   const int64_t b = blockIdx.x;
   if (!p.always && p.control->aborted == 0) return;
+  if (threadIdx.x == 0) p.first[b] = p.drafts;
   if (p.num_active != nullptr && b >= *p.num_active) return;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
@@ -88,10 +89,7 @@ __global__ void __launch_bounds__(kRescueThreads, 1)
   const bool drawn = p.temperature != nullptr && p.temperature[b] > 0.0f;
   for (int i = threadIdx.x; i < 3 * units; i += kRescueThreads) memory.totals[i] = 0.0f;
   for (int i = threadIdx.x; i < 1024; i += kRescueThreads) memory.state[i] = 0;
-  if (threadIdx.x == 0) {
-    p.first[b] = p.drafts;
-    if (p.restarts) p.restarts[b] = 0;
-  }
+  if (threadIdx.x == 0 && p.restarts) p.restarts[b] = 0;
   int64_t y = clamp_id(p.anchor[b], p.vocab);
   __syncthreads();
 

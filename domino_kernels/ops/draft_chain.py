@@ -240,7 +240,7 @@ def draft_chain(
     On a GPU the block is one persistent launch on the pools, certified against the whole vocabulary
     where exact, for float16 and bfloat16 weights with G a multiple of 16 up to 1024, R a multiple
     of 16 up to 256 and H a multiple of 8. Other weights take three launches an id, over the whole
-    vocabulary, exact or not.
+    vocabulary, exact or not, and not with temperature.
 
     Args:
         base_logits: [B, S, V] logits of the block's slots; dtype of the weights or float32. Rows
@@ -388,6 +388,8 @@ def draft_chain_out(
     result.append(("restarts", torch.int32, (batch,)))
     law = (None, None, None)
     if temperature is not None:
+        if device.type == "cuda" and dtype == torch.float32:
+            raise TypeError(f"{op}: temperature: got float32 weights on a GPU, expected half ones")
         law = out[3:]
         if exact:
             raise ValueError(f"{op}: exact: got True with temperature, expected exact=False")
