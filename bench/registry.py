@@ -8,6 +8,7 @@ SUITES = {
     "expand": "bench.ops.expand",
     "head": "bench.ops.head",
     "verify": "bench.ops.verify",
+    "tree": "bench.ops.tree",
     "train": "bench.ops.train",
 }
 

@@ -11,9 +11,12 @@
 #include "head/project_hidden.h"
 #include "head/shortlist.h"
 #include "head/vocab_winners.h"
+#include "tree/bind_accepted_path.h"
+#include "tree/build_tree.h"
 #include "verify/noise.h"
 #include "verify/row_stats.h"
 #include "verify/verify_chain.h"
+#include "verify/verify_tree.h"
 
 PYBIND11_MODULE(_C, m) {
   using namespace domino;
@@ -246,4 +249,49 @@ PYBIND11_MODULE(_C, m) {
                 field("vocab_total", &Rows::vocab_total), field("row_stride", &Rows::row_stride),
                 field("parts", &Rows::parts), field("top_logprobs", &Rows::top_logprobs),
                 field("dtype", &Rows::dtype));
+  using Tree = VerifyTreeParams;
+  bind_op<Tree>(
+      m, "verify_tree", DOMINO_CUDA_LAUNCHER(verify_tree_cuda), verify_tree_cpu,
+      field("out_tokens", &Tree::out_tokens), field("path", &Tree::path),
+      field("num_accepted", &Tree::num_accepted), field("num_emitted", &Tree::num_emitted),
+      field("chosen_logprob", &Tree::chosen_logprob), field("status", &Tree::status),
+      field("workspace", &Tree::workspace), field("target_logits", &Tree::target_logits),
+      field("tokens", &Tree::tokens), field("parents", &Tree::parents),
+      field("temperature", &Tree::temperature), field("seed", &Tree::seed),
+      field("block_start", &Tree::block_start), field("pool_ids", &Tree::pool_ids),
+      field("pool_logits", &Tree::pool_logits), field("draft_logits", &Tree::draft_logits),
+      field("draft_temperature", &Tree::draft_temperature), field("top_k", &Tree::top_k),
+      field("top_p", &Tree::top_p), field("min_p", &Tree::min_p),
+      field("cu_nodes", &Tree::cu_nodes), field("batch", &Tree::batch),
+      field("width", &Tree::width), field("vocab", &Tree::vocab),
+      field("total_nodes", &Tree::total_nodes), field("pool", &Tree::pool),
+      field("target_batch_stride", &Tree::target_batch_stride),
+      field("target_node_stride", &Tree::target_node_stride),
+      field("tokens_stride", &Tree::tokens_stride), field("parents_stride", &Tree::parents_stride),
+      field("ids_batch_stride", &Tree::ids_batch_stride),
+      field("ids_node_stride", &Tree::ids_node_stride),
+      field("pool_batch_stride", &Tree::pool_batch_stride),
+      field("pool_node_stride", &Tree::pool_node_stride),
+      field("draft_batch_stride", &Tree::draft_batch_stride),
+      field("draft_node_stride", &Tree::draft_node_stride),
+      field("target_dtype", &Tree::target_dtype), field("draft_dtype", &Tree::draft_dtype),
+      field("rule", &Tree::rule), field("filter_order", &Tree::filter_order));
+  m.def("verify_tree_workspace", &verify_tree_workspace, pybind11::kw_only(),
+        pybind11::arg("batch"), pybind11::arg("width"), pybind11::arg("vocab"),
+        pybind11::arg("pool"), pybind11::arg("dense"), pybind11::arg("filtered"));
+
+  using Build = BuildTreeParams;
+  bind_op<Build>(
+      m, "build_tree", DOMINO_CUDA_LAUNCHER(build_tree_cuda), build_tree_cpu,
+      field("out_tokens", &Build::out_tokens), field("out_parents", &Build::out_parents),
+      field("out_index", &Build::out_index), field("out_depth", &Build::out_depth),
+      field("out_position", &Build::out_position), field("mask", &Build::mask),
+      field("status", &Build::status), field("root", &Build::root), field("tokens", &Build::tokens),
+      field("parents", &Build::parents), field("scores", &Build::scores),
+      field("prefix", &Build::prefix), field("batch", &Build::batch),
+      field("candidates", &Build::candidates), field("nodes", &Build::nodes),
+      field("columns", &Build::columns), field("tokens_stride", &Build::tokens_stride),
+      field("parents_stride", &Build::parents_stride),
+      field("scores_stride", &Build::scores_stride), field("mask_kind", &Build::mask_kind));
+  bind_accepted_path(m);
 }

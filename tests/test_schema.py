@@ -202,6 +202,76 @@ def combine_row_stats(full):
     return (torch.zeros(2, 3, 5).long(), *inputs, 9, *out)
 
 
+def verify_tree(rule, sampled, pooled, dense, ragged):
+    batch, nodes, vocab = 2, 4, 7
+    lead = (batch * nodes,) if ragged else (batch, nodes)
+    target = torch.randn(*lead, vocab)
+    request = torch.ones(2), torch.arange(2), torch.arange(2)
+    pool = (torch.arange(3).int().expand(*lead, 3), torch.randn(*lead, 3)) if pooled else [None] * 2
+    out = [torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)]
+    out += [*torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 4)]
+    out += [torch.zeros(2, dtype=torch.uint8)]
+    return (
+        target,
+        torch.zeros(lead, dtype=torch.int64),
+        torch.zeros(lead, dtype=torch.int32),
+        rule,
+        *(request if sampled else (None, None, None)),
+        *pool,
+        torch.randn(*lead, vocab).half() if dense else None,
+        torch.ones(2) if pooled else None,
+        torch.ones(2, dtype=torch.int32) if pooled else None,
+        None,
+        None,
+        0,
+        torch.tensor([0, 3, 7], dtype=torch.int32) if ragged else None,
+        *out,
+        torch.zeros(1 << 16, dtype=torch.int64),
+    )
+
+
+def build_tree(mask_kind):
+    batch, count, nodes = 2, 5, 4
+    masks = {
+        0: None,
+        1: torch.zeros(batch, nodes, nodes, dtype=torch.bool),
+        2: torch.zeros(batch, nodes, 1, dtype=torch.int32),
+        3: torch.zeros(batch, nodes, 9, dtype=torch.bool),
+    }
+    wide = [torch.zeros(batch, nodes, dtype=torch.int32) for _ in range(3)]
+    return (
+        torch.arange(batch),
+        torch.arange(batch * count).view(batch, count),
+        torch.tensor([[-1, 0, 0, 1, -1]] * batch, dtype=torch.int32),
+        torch.randn(batch, count) if mask_kind else None,
+        torch.arange(batch),
+        mask_kind,
+        torch.zeros(batch, nodes, dtype=torch.int64),
+        *wide,
+        torch.zeros(batch, nodes, dtype=torch.int64),
+        masks[mask_kind],
+        torch.zeros(batch, dtype=torch.uint8),
+    )
+
+
+def accepted_path():
+    return torch.tensor([[0, 2, 3], [0, -1, -1]], dtype=torch.int32), torch.tensor([2, 0]).int()
+
+
+def compact_accepted():
+    tensors = [torch.randn(2, 4, 3), torch.arange(8).view(2, 4)]
+    out = [torch.zeros(2, 3, 3), torch.zeros(2, 3, dtype=torch.int64)]
+    return *accepted_path(), tensors, out
+
+
+def kv_move(paged):
+    caches = [torch.randn(4, 8, 2, 3) for _ in range(2)]
+    if not paged:
+        caches = [cache[:2] for cache in caches]
+    table = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32) if paged else None
+    return caches, *accepted_path(), torch.tensor([1, 0]), table, True
+
+
 # op -> argument tuples of its OpOverload; an op with several forms lists one of each
 SAMPLES = {
     "gru_step": [gru_step(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
@@ -231,6 +301,14 @@ SAMPLES = {
         verify_chain(True, "pool", False, edited=True, top=2),
         verify_chain(True, "scalar", True, edited=True),
     ],
+    "verify_tree": [
+        verify_tree(0, False, False, False, False),
+        verify_tree(3, True, True, False, True),
+        verify_tree(4, True, False, True, False),
+    ],
+    "build_tree": [build_tree(kind) for kind in range(4)],
+    "compact_accepted": [compact_accepted()],
+    "kv_move": [kv_move(False), kv_move(True)],
 }
 CASES = [(name, i) for name, samples in SAMPLES.items() for i in range(len(samples))]
 
@@ -243,6 +321,7 @@ def test_every_op_has_samples():
 def test_opcheck(name, i, device):
     if name.endswith("_triton"):
         pytest.importorskip("triton")
-    sample = [a.to(device) if isinstance(a, torch.Tensor) else a for a in SAMPLES[name][i]]
+    move = lambda a: a.to(device) if isinstance(a, torch.Tensor) else a  # noqa: E731
+    sample = [[*map(move, a)] if isinstance(a, list) else move(a) for a in SAMPLES[name][i]]
     results = torch.library.opcheck(OPS[name], tuple(sample))
     assert set(results.values()) == {"SUCCESS"}, results

@@ -24,6 +24,7 @@ _EXPORTS = {
     "GenerateResult": "decode",
     "Stats": "decode",
     "generate": "decode",
+    "TreeOptions": "tree",
     "stream": "decode",
     "Memory": "memory",
     "estimate_memory": "memory",

@@ -106,6 +106,10 @@ class RowCache:
         self.host_lengths = [n + c for n, c in zip(self.host_lengths, host_counts)]
         self._all_host_lengths[self._rows] = self.host_lengths
 
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers, each [B, heads, max_length, D], of the rows in focus."""
+        return [x for pair in self._layers.values() for x in pair]
+
     def rewind(self, host_lengths: Sequence[int]) -> None:
         """Go back to these lengths of the rows in focus."""
         self._at = None

@@ -57,8 +57,9 @@ _DRAFTER = click.option(
     "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
 )
 _DRAFTERS = click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K|@auto]",
-    help="Folder, shipped or ngram; its name in the report; its drafts a cycle. Repeatable.",
+    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K|@auto|@treeN]",
+    help="Folder, shipped or ngram; its name in the report; its drafts a cycle, or for evaluate "
+    "trees of N nodes. Repeatable.",
 )  # fmt: skip
 _SAMPLING = _options(
     click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
@@ -293,6 +294,8 @@ def bench(
     model = load_target(target, *_machine(device, dtype, threads))
     ids = throughput.load_prompts(prompts, model.tokenizer, chat, limit)
     tools, asked = _load_drafters(drafters or ("shipped",), model, num_drafts)
+    if not all(isinstance(drafts, int | str) for drafts in asked.values()):
+        raise click.UsageError("--drafter: got a tree, expected @K: trees are for evaluate")
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("runs", total=None)
         report = throughput.measure(
@@ -342,7 +345,8 @@ def evaluate(
         task = bar.add_task("batches", total=None)
         report = evaluation.evaluate(
             model, tools, rows, max_new_tokens=max_new_tokens, batch_size=batch_size,
-            num_drafts=asked,
+            num_drafts={name: k for name, k in asked.items() if isinstance(k, int | str)},
+            trees={name: tree for name, tree in asked.items() if not isinstance(tree, int | str)},
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
     report["run"]["command"] = " ".join(["domino-draft", *sys.argv[1:]])
@@ -351,8 +355,8 @@ def evaluate(
         _write(Path(json_file), json.dumps(report) + "\n")
 
 
-def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict[str, int | str]]:
-    """Drafters by their names in a report, and how many drafts those have been asked for."""
+def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict]:
+    """Drafters by their names in a report, and the drafts or trees they have been asked for."""
     from .loading import load_drafter
 
     tools, asked, loaded = {}, {}, {}
@@ -370,12 +374,19 @@ def _load_drafters(entries, model, num_drafts: int | None) -> tuple[dict, dict[s
     return tools, asked
 
 
-def _drafter_entry(entry: str) -> tuple[str, str, int | str | None]:
-    """[NAME=]FOLDER[@K] as (name, folder, K); K may be "auto": what pays."""
+def _drafter_entry(entry: str):
+    """[NAME=]FOLDER[@K] as (name, folder, K); K may be "auto" (what pays) or a tree."""
     name, _, place = entry.rpartition("=")
     folder, _, drafts = place.rpartition("@")
     if folder and drafts == "auto":
         return name or Path(place).name, folder, drafts
+    if folder and drafts.startswith("tree") and drafts[4:].isdecimal():
+        from .tree import TreeOptions
+
+        try:
+            return name or Path(place).name, folder, TreeOptions(nodes=int(drafts[4:]))
+        except ValueError as error:
+            raise click.UsageError(f"--drafter {entry}: {error}") from None
     if not (folder and drafts.isdecimal()):
         folder, drafts = place, ""
     if drafts and int(drafts) < 1:

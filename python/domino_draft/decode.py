@@ -14,6 +14,7 @@ from .engine import Engine
 
 if TYPE_CHECKING:
     from .target import Target
+    from .tree import TreeOptions
 
 
 @dataclass
@@ -72,6 +73,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | str | None = None,
+    tree: TreeOptions | None = None,
 ) -> GenerateResult:
     """Decode a batch of prompts, with a drafter or (None) with the target alone.
 
@@ -80,7 +82,8 @@ def generate(
     seeds count modulo 2**64, as in domino_kernels.rng. A row's output depends on its own prompt,
     seed and temperature only, up to the rounding of batched arithmetic. stop_token_ids None: the
     model's own; () never stops. num_drafts: tokens drafted a cycle, up to drafter.max_drafts,
-    or "auto" (see `Engine`).
+    or "auto" (see `Engine`). tree: draft a tree a cycle in place of a chain, with a Domino drafter
+    (see `TreeOptions`).
 
     Raises:
         ValueError: an empty prompt, a prompt and max_new_tokens longer than the model allows, an
@@ -97,6 +100,7 @@ def generate(
         seed=seed,
         stop_token_ids=stop_token_ids,
         num_drafts=num_drafts,
+        tree=tree,
         stats=stats,
     )
     sequences: list[list[int]] = [[] for _ in prompts]
@@ -117,6 +121,7 @@ def stream(
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | str | None = None,
+    tree: TreeOptions | None = None,
     stats: Stats | None = None,
 ) -> Iterator[RowChunk]:
     """`generate`, one chunk a row and cycle as it is decided. `stats` is filled on the way.
@@ -140,10 +145,22 @@ def stream(
     if not requests.is_list(seed):
         seed = [requests.per_row(where, seed, 1, index, "integers")[0] + r for r in range(len(ids))]
     seeds = requests.per_row(where, seed, len(ids), index, "integers")
+    if tree is not None and num_drafts is not None:
+        raise ValueError(f"{op}: num_drafts: got {num_drafts} and a tree, expected its own depth")
     if num_drafts != "auto":
         num_drafts = requests.num_drafts(f"{op}: num_drafts", drafter, num_drafts) or None
     if stop_token_ids is not None:
         stop_token_ids = requests.integers(f"{op}: stop_token_ids", stop_token_ids)
+    stats = stats if stats is not None else Stats()
+    stats.accepted = [[] for _ in ids]
+    if tree is not None:
+        from .tree import TreeLoop
+
+        stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+        bits = [requests.seed_bits(s) for s in seeds]
+        options = tree.settled(drafter, laws)
+        loop = TreeLoop(target, drafter, ids, count, laws, bits, frozenset(stops), options, stats)
+        return (RowChunk(*part) for part in loop.run())
     engine = Engine(
         target,
         drafter,
@@ -159,8 +176,6 @@ def stream(
             seed=requests.seed_bits(bits),
             stop_token_ids=stop_token_ids,
         )
-    stats = stats if stats is not None else Stats()
-    stats.accepted = [[] for _ in ids]
     return _run(engine, stats)
 
 

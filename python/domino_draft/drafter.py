@@ -218,10 +218,29 @@ class DominoSession:
     def propose(self, batch: Batch, num_drafts: int) -> Tensor:
         from domino_kernels import draft_chain
 
-        self.cache.focus(0, len(batch.tokens))
+        config = self.config
+        hidden, base = self.block(batch.anchors, num_drafts)
+        if self.head is None:
+            return base.argmax(-1)
+        return draft_chain(
+            base,
+            hidden,
+            batch.anchors,
+            self.head,
+            num_drafts=num_drafts,
+            shift_label=config.shift_label,
+            pure_draft_prefix_len=config.pure_draft_prefix_len,
+        )
+
+    def block(self, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, S, H] and base logits [B, S, V] of the slots for so many drafts.
+
+        For the first rows, one an anchor. Without a head only of the slots that have a draft.
+        """
+        self.cache.focus(0, len(anchors))
         config, slots = self.config, self.config.slots_for(num_drafts)
-        anchors = self.target.embed(batch.anchors)[:, None]
-        block = torch.cat((anchors, self.mask_embed.expand(len(anchors), slots - 1, -1)), dim=1)
+        embedded = self.target.embed(anchors)[:, None]
+        block = torch.cat((embedded, self.mask_embed.expand(len(anchors), slots - 1, -1)), dim=1)
         mask = sliding = None
         if not self.cache.uniform:
             mask = row_mask(self.cache, slots, causal=False)
@@ -232,19 +251,11 @@ class DominoSession:
             hidden = hidden[:, :num_drafts]  # the last slot's own id is not asked for
         if self.head is None:
             first = 0 if config.shift_label else 1
-            return self.target.lm_head(hidden[:, first : first + num_drafts]).argmax(-1)
+            hidden = hidden[:, first : first + num_drafts]
         base = self.target.lm_head(hidden)
-        if base.dtype != self.head.w2.dtype:
+        if self.head is not None and base.dtype != self.head.w2.dtype:
             base = base.float()
-        return draft_chain(
-            base,
-            hidden,
-            batch.anchors,
-            self.head,
-            num_drafts=num_drafts,
-            shift_label=config.shift_label,
-            pure_draft_prefix_len=config.pure_draft_prefix_len,
-        )
+        return hidden, base
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)

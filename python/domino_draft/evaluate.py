@@ -22,7 +22,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import combinations
 from pathlib import Path
@@ -33,6 +33,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .drafter import Drafter
     from .target import Target
+    from .tree import TreeOptions
 
 MAX_PERIOD = 32
 MIN_REPEATS = 3
@@ -255,6 +256,7 @@ def evaluate(
     max_new_tokens: int = 256,
     batch_size: int = 1,
     num_drafts: Mapping[str, int] | None = None,
+    trees: Mapping[str, TreeOptions] | None = None,
     resamples: int = RESAMPLES,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -263,12 +265,14 @@ def evaluate(
     Args:
         drafters: by the names that the report uses.
         num_drafts: proposals a cycle by drafter name (a drafter's own default otherwise).
+        trees: drafters that draft trees, by name.
         progress: called with (batches done, batches in all).
 
     Returns:
         A report that `json` can write:
 
-        - "run": device, dtype, threads, versions, date, batch_size, max_new_tokens, num_drafts
+        - "run": device, dtype, threads, versions, date, batch_size, max_new_tokens, num_drafts,
+          trees
         - "sets": by set name {"prompts", "tokens" (of the target's outputs), "tail_fraction" (of
           those tokens), "target": {"tokens_per_second"}, "drafters": by name {"accepted_length"
           and "accepted_length_without_tails": {"value", "low", "high", "cycles"}, "identical"
@@ -286,8 +290,9 @@ def evaluate(
         raise ValueError(f"evaluate: drafters: got the name {TARGET!r}, expected another one")
     prompts = complete_turns(target, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
     runs, speed = _decode_all(
-        target, drafters, prompts, max_new_tokens, batch_size, num_drafts or {}, progress
-    )
+        target, drafters, prompts, max_new_tokens, batch_size, num_drafts or {}, trees or {},
+        progress,
+    )  # fmt: skip
     stops = set(target.stop_token_ids)
 
     def kept(run: Run) -> int:
@@ -320,8 +325,11 @@ def evaluate(
             "batch_size": batch_size,
             "max_new_tokens": max_new_tokens,
             "num_drafts": {
-                n: (num_drafts or {}).get(n, d.default_drafts) for n, d in drafters.items()
+                n: (num_drafts or {}).get(n, d.default_drafts)
+                for n, d in drafters.items()
+                if n not in (trees or {})
             },
+            "trees": {name: asdict(tree) for name, tree in (trees or {}).items()},
         },
         "sets": {
             name: _summary(
@@ -337,7 +345,9 @@ def evaluate(
     }
 
 
-def _decode_all(target, drafters, prompts, max_new_tokens, batch_size, num_drafts, progress):
+def _decode_all(
+    target, drafters, prompts, max_new_tokens, batch_size, num_drafts, trees, progress
+):  # fmt: skip
     """runs[arm][prompt id], and speed[set][arm] = [tokens, seconds]."""
     from .decode import generate
 
@@ -345,8 +355,9 @@ def _decode_all(target, drafters, prompts, max_new_tokens, batch_size, num_draft
     runs: dict[str, dict[str, Run]] = {name: {} for name in arms}
     speed: dict[str, dict[str, list[float]]] = {}
     work = batches(prompts, batch_size)
-    for drafter in arms.values():  # kernels load and allocators warm up outside the clock
-        generate(target, drafter, [p.ids for p in work[0]], max_new_tokens=4)
+    for name, drafter in arms.items():  # kernels load and allocators warm up outside the clock
+        first = [p.ids for p in work[0]]
+        generate(target, drafter, first, max_new_tokens=4, tree=trees.get(name))
     for index, batch in enumerate(work):
         for name, drafter in arms.items():
             done = generate(
@@ -355,6 +366,7 @@ def _decode_all(target, drafters, prompts, max_new_tokens, batch_size, num_draft
                 [p.ids for p in batch],
                 max_new_tokens=max_new_tokens,
                 num_drafts=num_drafts.get(name),
+                tree=trees.get(name),
             )
             clock = speed.setdefault(batch[0].set, {}).setdefault(name, [0, 0.0])
             clock[0] += done.stats.tokens

@@ -116,23 +116,31 @@ class Target:
         *,
         layers: Sequence[int] = (),
         keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One forward of T tokens a row on top of what `cache` holds.
 
-        input_ids int64 [B, T]; row b's tokens stand at cache.lengths[b] + t. The cache is written
-        but not advanced. Returns logits [B, T, V], or [B, len(keep), V] at the columns in `keep`,
-        and the joined outputs of `layers` [B, T, len(layers) * H] (None without layers).
+        input_ids int64 [B, T]; row b's tokens stand at cache.lengths[b] + t. For a tree instead:
+        positions int64 [B, T] of the tokens, and mask bool [B, T, keys], which of the cache's
+        columns each may see (those of its own forward follow at cache.lengths[b]). The cache is
+        written but not advanced. Returns logits [B, T, V], or [B, len(keep), V] at the columns in
+        `keep`, and the joined outputs of `layers` [B, T, len(layers) * H] (None without layers).
         """
         tokens = input_ids.shape[1]
-        positions = cache.positions(tokens)
+        if mask is not None:
+            attention = self._tree_mask(cache, positions, mask)
+        else:
+            # Rows of one length need no mask of ours: transformers runs as in its own generate.
+            attention = None if cache.uniform else self._mask(cache, tokens)
+            positions = cache.positions(tokens)
         if self.max_length is not None:
             # Drafts past the last position are cut from the output; they only must not fault here.
             positions = positions.clamp(max=self.max_length - 1)
-        # Rows of one length need no mask of ours: transformers then runs as in its own generate.
         with self._features(layers) as found:
             out = self.model(
                 input_ids=input_ids,
-                attention_mask=None if cache.uniform else self._mask(cache, tokens),
+                attention_mask=attention,
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=0 if keep is None else keep,
@@ -165,6 +173,16 @@ class Target:
         if self._mixed:
             return {"full_attention": full, "sliding_attention": sliding}
         return sliding
+
+    def _tree_mask(self, cache: RowCache, positions: Tensor, mask: Tensor):
+        full = self._as_mask(mask[:, None])
+        if self._window is None:
+            return full
+        keys = torch.arange(mask.shape[2], device=mask.device).expand(len(mask), -1)
+        keys = keys.scatter(1, cache.positions(mask.shape[1]), positions)
+        near = keys[:, None] > positions[..., None] - self._window
+        sliding = self._as_mask((mask & near)[:, None])
+        return {"full_attention": full, "sliding_attention": sliding} if self._mixed else sliding
 
     def _as_mask(self, mask: Tensor) -> Tensor:
         if self.config._attn_implementation == "sdpa":
