@@ -1,7 +1,11 @@
 """Drop-ins for the verification functions of other stacks: their signatures, `verify_chain` inside.
 
     from domino_kernels.adapters.flashinfer import chain_speculative_sampling
-    from domino_kernels.adapters.sglang import chain_speculative_sampling
+    from domino_kernels.adapters.sglang import (
+        chain_speculative_sampling,
+        tree_speculative_sampling_target_only,
+        verify_tree_greedy,
+    )
     from domino_kernels.adapters.transformers import speculative_sampling
     from domino_kernels.adapters.vllm import rejection_sample
 
