@@ -67,6 +67,7 @@ def draft_chain(
     pool_size: int,
     pools: int,
     exact: bool,
+    portable: bool,
     pool_ids: int,
     restarts: int,
     pool_logits: int,

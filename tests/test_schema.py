@@ -29,7 +29,7 @@ def draft_chain(dtype, shift_label):
     outputs += (torch.zeros(batch, dtype=torch.int32), None, None, None)
     anchor = torch.tensor([0, 10])
     optional = (None,) * 7  # table, temperature, seed, block_start, num_active, mask, bias
-    settings = (shift_label, 1, True, 5, False, vocab)
+    settings = (shift_label, 1, True, False, 5, False, vocab)
     return (base, rows, anchor, *weights, 0, *optional, *settings, workspace, *outputs)
 
 
@@ -115,7 +115,7 @@ def grow_tree(root):
 
 def draft_chain_triton(dtype, exact):
     arguments = draft_chain(dtype, True)
-    memory = arguments[22:26]  # workspace, tokens, scores, restarts
+    memory = arguments[23:27]  # workspace, tokens, scores, restarts
     return (*arguments[:8], None, True, 1, exact, 4, *memory)
 
 

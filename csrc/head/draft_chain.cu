@@ -51,7 +51,7 @@ int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
     const dim3 grid(std::min(vocab_blocks, 64u), std::min(p.batch * prefix, kMaxGridY));
     run(false, grid, chain_base<Base>, prefix);
   }
-  const bool overlap = device.major >= 9;
+  const bool overlap = device.major >= 9 && !p.portable;
   if (corrected > 0) {
     const bool gru = p.w_hh != nullptr;
     if (p.hidden_width > 0) run(false, hidden_grid, chain_hidden<T, kMma, kTiles>);

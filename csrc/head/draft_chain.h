@@ -66,6 +66,7 @@ struct DraftChainParams {
   int64_t pool_size;    // ids of a pool; 0: the plain form, over the whole vocabulary
   int64_t pools;        // of a row: 1 (shared by the block) or drafts (pool j for draft j)
   bool exact;           // certify against the whole vocabulary
+  bool portable;        // nothing above sm_80, on any GPU
   // outputs besides tokens and scores, 0 where not wanted
   int32_t* restarts;   // [batch]
   int32_t* pool_ids;   // [batch, drafts, pool_size]: the pool of each draft (sampled)
@@ -143,7 +144,6 @@ constexpr int kGroupRows = 32;
 constexpr int kKeyBytes = 64 * 32 * 8;
 
 struct ChainBlockParams : DraftChainParams {
-  bool portable;  // nothing above sm_80, on any GPU
   // the plan's memory, at the offsets of ChainBlockWorkspace
   ChainControl* control;
   int32_t* first;      // [batch]: first draft that is not yet certified; drafts: row is done

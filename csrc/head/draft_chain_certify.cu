@@ -6,10 +6,7 @@ namespace domino {
 
 namespace {
 
-#ifndef DK_WIDE
-#define DK_WIDE 128
-#endif
-constexpr int64_t kWideFrom = DK_WIDE;         // columns
+constexpr int64_t kWideFrom = 32;              // columns
 constexpr int64_t kCertifyMemory = 224 << 10;  // bytes of shared memory of a processor
 
 // blocks: of a processor. stages: bytes for the rows on their way. Columns of a block: all, or

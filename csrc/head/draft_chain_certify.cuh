@@ -22,18 +22,6 @@
 
 namespace domino {
 
-#ifdef DK_STAMPS
-__device__ long long* dk_stamps;
-#define STAMP(i)                                          \
-  if (threadIdx.x == 0 && dk_stamps) {                    \
-    long long t_;                                         \
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t_)); \
-    dk_stamps[blockIdx.x * 8 + (i)] = t_;                 \
-  }
-#else
-#define STAMP(i)
-#endif
-
 constexpr int kCertifyWarps = 8;
 constexpr int kCertifyThreads = kCertifyWarps * kWarpSize;
 constexpr int kScoreChains = 4;  // of MMAs that a score is summed in
@@ -69,13 +57,6 @@ __device__ __forceinline__ void fill_columns(CertifyTile* u, int tiles, ScoreSte
     }
   }
   copy_async_commit();
-}
-
-// `bytes`, a multiple of 16, to the L2 cache. One lane calls.
-__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
 }
 
 struct CertifyColumn {
@@ -202,15 +183,14 @@ struct PendingRows {
 // What a block works on: its part of the columns, in shared memory, and its turn in W2's rows.
 struct CertifyShare {
   int parts, part, columns, tiles;  // tiles of kUnit columns
-  int begin, end;                   // groups of W2 rows
+  int turn, turns;                  // of the blocks of this part, in groups of W2 rows
 };
 
 // Fills `columns` with this block's part; there are `most` of them at most. All threads call.
 template <int kUnit>
 __device__ __forceinline__ CertifyShare certify_share(const ChainBlockParams& p,
                                                       const PendingRows<kCertifyThreads>& pending,
-                                                      int most, int groups,
-                                                      CertifyColumn* columns) {
+                                                      int most, CertifyColumn* columns) {
   const int corrected = static_cast<int>(p.corrected()), all = pending.count * corrected;
   CertifyShare share;
   share.parts = ceil_div(all, most);
@@ -219,10 +199,8 @@ __device__ __forceinline__ CertifyShare certify_share(const ChainBlockParams& p,
   const int first = share.part * per_part;
   share.columns = max(0, min(all - first, per_part));
   share.tiles = ceil_div(share.columns, kUnit);
-  const int64_t turns = ceil_div<int>(gridDim.x - share.part, share.parts);
-  const int64_t turn = blockIdx.x / share.parts;
-  share.begin = static_cast<int>(groups * turn / turns);
-  share.end = static_cast<int>(groups * (turn + 1) / turns);
+  share.turns = ceil_div<int>(gridDim.x - share.part, share.parts);
+  share.turn = blockIdx.x / share.parts;
   for (int n = threadIdx.x; n < share.tiles * kUnit; n += kCertifyThreads) {
     CertifyColumn column{INFINITY, 0, 0};
     if (n < share.columns) {
@@ -312,43 +290,32 @@ __global__ void __launch_bounds__(kCertifyThreads, kRowTiles == 1 ? 2 : 1)
 
   // Weights do not depend on the launch before: this block's rows are on their way while it ends.
   early &= all_columns <= most;  // one part: every block knows its rows
-  STAMP(0);
   if (early) {
-    const int64_t all = groups;
-    int group = static_cast<int>(all * blockIdx.x / gridDim.x) + warp_id();
-    const int end = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
-    early = group < end;
+    int group = blockIdx.x * kCertifyWarps + warp_id();
+    early = group < groups;
     if (early) Rows::fetch(stage, w2, group * Rows::kRows, vocab, steps);
-    const int next = group + kCertifyWarps - warp_id(), whole = min(end, vocab / Rows::kRows);
-    if (threadIdx.x == 0 && next < whole && !p.portable)
-      prefetch_l2(w2 + static_cast<int64_t>(next) * Rows::kRows * steps.rank,
-                  (whole - next) * Rows::kRows * steps.rank * 2);
   }
   previous_launch_done();
-  STAMP(1);
   const uint32_t aborted = p.control->aborted;
   const PendingRows<kCertifyThreads> pending(p, list, slots);
   if (aborted || pending.count == 0) {
     copy_async_wait<0>();
     return;
   }
-  STAMP(2);
-  const CertifyShare share = certify_share<kTileColumns>(p, pending, most, groups, columns);
-  if (!early && share.begin + warp_id() < share.end)
-    Rows::fetch(stage, w2, (share.begin + warp_id()) * Rows::kRows, vocab, steps);
-  STAMP(3);
+  const CertifyShare share = certify_share<kTileColumns>(p, pending, most, columns);
+  // Neighbouring blocks take neighbouring rows: what is read at one time stands in one place.
+  int group = share.turn * kCertifyWarps + warp_id();
+  const int step = share.turns * kCertifyWarps;
+  if (!early && group < groups) Rows::fetch(stage, w2, group * Rows::kRows, vocab, steps);
   fill_columns(u, share.tiles, steps, [&](int n) -> const T* {
     if (n >= share.columns) return nullptr;
     return static_cast<const T*>(p.low_rank) + static_cast<int64_t>(columns[n].index) * p.rank;
   });
   copy_async_wait<0>();
   __syncthreads();
-
-  STAMP(4);
-  for (int group = share.begin + warp_id(); group < share.end; group += kCertifyWarps) {
+  for (; group < groups; group += step) {
     rows.take(stage, steps);
-    if (group + kCertifyWarps < share.end)
-      Rows::fetch(stage, w2, (group + kCertifyWarps) * Rows::kRows, vocab, steps);
+    if (group + step < groups) Rows::fetch(stage, w2, (group + step) * Rows::kRows, vocab, steps);
     const float* tile_max = p.tile_max + group * Rows::kRows / kPoolTile * all_columns;
     for (int tile = 0; tile < share.tiles; ++tile) {
       const int n = tile * kTileColumns + lane_id() % 4 * 2;
@@ -369,9 +336,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kRowTiles == 1 ? 2 : 1)
       }
     }
   }
-  STAMP(5);
   certify_finish(p, pending);
-  STAMP(6);
 }
 
 }  // namespace domino

@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(kCertifyThreads, 1)
   const uint32_t aborted = p.control->aborted;
   const PendingRows<kCertifyThreads> pending(p, list, slots);
   if (aborted || pending.count == 0) return;
-  STAMP(2);
-  const CertifyShare share = certify_share<kWgmmaColumns>(p, pending, most, groups, columns);
+  const CertifyShare share = certify_share<kWgmmaColumns>(p, pending, most, columns);
   constexpr int kGroups = kCertifyWarps / kWarpgroupWarps;  // warpgroups of the block
   const int warpgroup = warp_id() / kWarpgroupWarps;
   const int row_of_warp = warp_id() % kWarpgroupWarps * kTileRows;
-  int group = share.begin + warpgroup;
-  if (group < share.end) Rows::fetch(stage, w2, group * kWarpgroupRows + row_of_warp, vocab, steps);
+  int group = share.turn * kGroups + warpgroup;
+  const int step = share.turns * kGroups;
+  if (group < groups) Rows::fetch(stage, w2, group * kWarpgroupRows + row_of_warp, vocab, steps);
   for (int i = threadIdx.x; i < share.tiles * kScoreSteps * 2 * kWgmmaColumns;
        i += kCertifyThreads) {
     const int column = i / (2 * kScoreSteps) % kWgmmaColumns;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kCertifyThreads, 1)
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int n = thread + i * kWarpgroupWarps * kWarpSize;
-      most_base[i] = n < share.columns && of_group < share.end ? from[columns[n].index] : 0.0f;
+      most_base[i] = n < share.columns && of_group < groups ? from[columns[n].index] : 0.0f;
     }
   };
   const auto store_limits = [&](float* to) {
@@ -90,15 +90,13 @@ __global__ void __launch_bounds__(kCertifyThreads, 1)
   float* next_limit = limit + most;
   load_limits(group);
   store_limits(limit);
-
-  STAMP(4);
-  for (; group < share.end; group += kGroups) {
+  for (; group < groups; group += step) {
     const int row0 = group * kWarpgroupRows + row_of_warp;
     Rows rows;
     rows.take(stage, steps);
-    if (group + kGroups < share.end)
-      Rows::fetch(stage, w2, row0 + kGroups * kWarpgroupRows, vocab, steps);
-    load_limits(group + kGroups);
+    if (group + step < groups)
+      Rows::fetch(stage, w2, (group + step) * kWarpgroupRows + row_of_warp, vocab, steps);
+    load_limits(group + step);
     for (int tile = 0; tile < share.tiles; ++tile) {
       float sums[kScoreChains][kWgmmaColumns / 2];
       const uint64_t operand = wgmma_operand(&u[tile]);
@@ -107,9 +105,9 @@ __global__ void __launch_bounds__(kCertifyThreads, 1)
       for (int q = 0; q < kScoreChains; ++q)
 #pragma unroll
         for (int i = 0; i < kChainSteps; ++i) {
-          const int step = q * kChainSteps + i;
-          wgmma_64x56x16<T>(sums[q], rows.a[0][step],
-                            operand + step * (sizeof(WideTile) / kScoreSteps / 16), i > 0);
+          const int at = q * kChainSteps + i;
+          wgmma_64x56x16<T>(sums[q], rows.a[0][at],
+                            operand + at * (sizeof(WideTile) / kScoreSteps / 16), i > 0);
         }
       wgmma_commit();
       wgmma_wait<0>();
@@ -140,9 +138,7 @@ __global__ void __launch_bounds__(kCertifyThreads, 1)
     limit = next_limit;
     next_limit = used;
   }
-  STAMP(5);
   certify_finish(p, pending);
-  STAMP(6);
 #endif
 }
 

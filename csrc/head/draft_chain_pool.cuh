@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   __syncthreads();
   const GatheredColumns<T> hidden{static_cast<const T*>(p.hidden), offset};
-  const int64_t stride = p.inputs + p.units, row0 = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int64_t stride = p.hidden_width + p.units, row0 = static_cast<int64_t>(blockIdx.x) * kRows;
   const T* rows[kRowTiles][2];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r)
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       rows[r][half] = static_cast<const T*>(p.w1) + row * stride;
     }
 
-  const int length = static_cast<int>(p.inputs);
+  const int length = static_cast<int>(p.hidden_width);
   float sums[kRowTiles][kColumnTiles][4] = {};
 #pragma unroll 1
   for (int partial = warp_id() * kOfWarp; partial < (warp_id() + 1) * kOfWarp; ++partial) {

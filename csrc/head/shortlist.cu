@@ -6,52 +6,40 @@ namespace domino {
 
 namespace {
 
-template <class Base, bool kPacked, int kThreads, int kBlocks, int kCount, bool kTileMax>
-int launch_row(const ShortlistParams& p, bool aligned, int64_t cluster, int64_t keys,
-               cudaStream_t stream) {
-  const auto kernel = shortlist_row<Base, kPacked, kThreads, kBlocks, kCount, kTileMax>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(keys));
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error != cudaSuccess) return error;
-  LaunchShape shape{dim3(p.batch * p.pools * cluster), kThreads};
-  shape.shared = keys;
-  shape.cluster = static_cast<int>(cluster);
-  shape.overlap = p.overlap;
-  launch_kernel(shape, stream, kernel, p, aligned);
-  return launched();
-}
+constexpr int64_t kMostKeys = 80 << 10;  // bytes of a block, two of which share a processor
 
 template <class Base, bool kPacked, bool kTileMax>
 int launch(const ShortlistParams& p, bool aligned, int processors, int major, cudaStream_t stream) {
-  using Key = typename Eight<Base, kPacked>::Key;
-  constexpr int64_t kMostKeys = 86 << 10;  // bytes of a block, two of which share a processor
-  constexpr int kWide = sizeof(Base) / 2;
+  using Values = Eight<Base, kPacked>;
   const int64_t rows = p.batch * p.pools, tiles = ceil_div<int64_t>(p.vocab, kPoolTile);
-  if (major >= 9 && !p.portable) {
-    // As many blocks a row as the chip holds, but so many that their keys fit. One block a
-    // processor while that is enough, two from there on: one selects while the other reads.
-    int64_t cluster = kMaxCluster;
-    const auto keys = [&] { return ceil_div(tiles, cluster) * kPoolTile * int64_t{sizeof(Key)}; };
-    while (cluster > 1 && rows * cluster > 2 * processors) cluster /= 2;
-    while (cluster < kMaxCluster && keys() > kMostKeys) cluster *= 2;
-    if (keys() <= kMostKeys && rows * cluster <= processors)
-      return launch_row<Base, kPacked, 640, 1, 16 / kWide, kTileMax>(p, aligned, cluster, keys(),
-                                                                     stream);
-    if (keys() <= kMostKeys)
-      return launch_row<Base, kPacked, 512, 2, (kPacked ? 8 : 4) / kWide, kTileMax>(
-          p, aligned, cluster, keys(), stream);
-  }
-  if (p.winners && p.prefix > 0) {
-    const cudaError_t error = cudaMemset2DAsync(p.winners, p.winners_stride * sizeof(uint64_t), 0,
-                                                p.prefix * sizeof(uint64_t), p.batch, stream);
-    if (error != cudaSuccess) return error;
-  }
-  const int64_t slices = std::clamp<int64_t>(processors / rows, 1, ceil_div<int64_t>(tiles, 2));
-  const dim3 grid(slices, std::min<int64_t>(rows, 65535));
-  shortlist_keys<Base, kPacked, kTileMax><<<grid, kKeysThreads, 0, stream>>>(p, aligned);
-  shortlist_select<Eight<Base, kPacked>><<<rows, kSelectThreads, 0, stream>>>(p);
+  const bool portable = major < 9 || p.portable;
+
+  const auto keys = p.pools == 1 ? shortlist_keys<Base, kPacked, 32 / sizeof(Base), kTileMax>
+                                 : shortlist_keys<Base, kPacked, 1, kTileMax>;
+  LaunchShape shape{dim3(ceil_div<int64_t>(p.vocab, kKeysIds), std::min<int64_t>(rows, 65535)),
+                    kKeysThreads};
+  shape.overlap = p.overlap && !portable;
+  launch_kernel(shape, stream, keys, p, aligned);
+
+  // As many blocks a row as the chip holds, and so many that their keys fit.
+  int64_t cluster = portable ? 1 : kMaxCluster;
+  const auto bytes = [&] {
+    return ceil_div(tiles, cluster) * kPoolTile * int64_t{sizeof(typename Values::Key)};
+  };
+  while (cluster > 1 && rows * cluster > 2 * processors) cluster /= 2;
+  while (!portable && cluster < kMaxCluster && bytes() > kMostKeys) cluster *= 2;
+  const bool in_memory = bytes() <= kMostKeys;
+  const auto select = shortlist_select<Values>;
+  cudaError_t error = cudaFuncSetAttribute(select, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(kMostKeys));
+  if (error == cudaSuccess && cluster > 8)
+    error = cudaFuncSetAttribute(select, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  shape = {dim3(rows * cluster), kSelectThreads};
+  shape.shared = in_memory ? bytes() : 0;
+  shape.cluster = static_cast<int>(cluster);
+  shape.overlap = !portable;
+  launch_kernel(shape, stream, select, p, in_memory);
   return launched();
 }
 

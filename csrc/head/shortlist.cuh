@@ -1,14 +1,17 @@
 // shortlist: one read of the logits, then a radix select on integer keys; contract in shortlist.h.
 //
-//   gather   ids of a slice: the maximum over the slots as an ordered integer, 16 bits wide where
-//            that holds it (16-bit logits, no bias); counts of its first digit on the way
-//   select   8 bits a pass: where in the counts of the whole row does the size-th key lie? Then the
-//            keys above it and the lowest ids equal to it, in ascending order of ids
+//   shortlist_keys    a block has 2048 ids, a thread eight of them in all slots at once: the
+//   maximum
+//                     over the slots as an ordered integer, 16 bits wide where that holds it
+//                     (16-bit logits, no bias), the maxima of tiles, the winners of slots below the
+//                     prefix. Neighbouring blocks read neighbouring logits: at that HBM runs at its
+//                     speed.
+//   shortlist_select  a cluster (portable: one block) has a row, a block a slice of its keys, in
+//                     shared memory where they fit: 8 bits a pass, where in the counts of the whole
+//                     row does the size-th key lie? Then the keys above it and the lowest ids equal
+//                     to it, in ascending order of ids. Blocks read each other's counts.
 //
-// A cluster owns a row of the output, a block a slice of its vocabulary, whose keys stay in shared
-// memory; blocks read each other's 256 counts there. Bytes: the logits once; bound by that.
-// The portable form splits at the keys: shortlist_keys writes them to the workspace, spread over
-// the chip, and one block selects a row from there.
+// Bytes: the logits once; bound by that from a few rows on, by latency below.
 #pragma once
 
 #include "common/argmax_key.h"
@@ -18,10 +21,11 @@
 
 namespace domino {
 
-constexpr int kMostWarps = 32;                            // of a block
-constexpr int kKeysThreads = 512, kSelectThreads = 1024;  // of the portable form
-constexpr int kEight = 8;                                 // ids of a thread at a time
-constexpr int kWarpIds = kEight * kWarpSize;              // 256, two tiles
+constexpr int kKeysThreads = 256, kSelectThreads = 512;
+constexpr int kKeysWarps = kKeysThreads / kWarpSize, kSelectWarps = kSelectThreads / kWarpSize;
+constexpr int kEight = 8;                        // ids of a thread at a time
+constexpr int kWarpIds = kEight * kWarpSize;     // 256, two tiles
+constexpr int kKeysIds = kKeysThreads * kEight;  // of a block of shortlist_keys
 constexpr int kDigits = 256;
 constexpr int kMaxWinners = 16;
 constexpr int kMaxCluster = 16;  // not portable over 8, but every sm_90 has it
@@ -167,14 +171,12 @@ constexpr int kCopies = 16;  // of a count, for lanes to add to without conflict
 struct ShortlistMemory {
   uint32_t counts[4][kDigits];
   uint32_t copies[kDigits][kCopies];  // of the pass that is being counted
-  uint64_t winners[kMaxWinners];
-  uint64_t warp_winners[kMostWarps][kMaxWinners];
   uint64_t scan[kDigits / kWarpSize];
   uint64_t found[3];  // totals before the digit, at the digit (total, in blocks before); the digit
-  uint64_t warp_counts[kMostWarps];
+  uint64_t warp_counts[kSelectWarps];
 
   __device__ void clear() {
-    for (int i = threadIdx.x; i < kDigits * kCopies; i += blockDim.x) copies[0][i] = 0;
+    for (int i = threadIdx.x; i < kDigits * kCopies; i += kSelectThreads) copies[0][i] = 0;
     __syncthreads();
   }
 
@@ -185,7 +187,7 @@ struct ShortlistMemory {
   // counts[pass] from the copies, which are zero again. All threads call.
   __device__ void join_counts(int pass) {
     __syncthreads();
-    for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x) {
+    for (int digit = threadIdx.x; digit < kDigits; digit += kSelectThreads) {
       uint32_t sum = 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -198,14 +200,12 @@ struct ShortlistMemory {
   }
 };
 
-// Where a warp's 256 ids at v0 lie, and which of this lane's eight count.
+// A thread's eight ids.
 struct EightIds {
   int v, inside;  // first id; how many exist
   uint32_t keep;  // bit i: id v + i counts
-  __device__ __forceinline__ EightIds(const ShortlistParams& p, int64_t b, int v0, int end)
-      : v(v0 + static_cast<int>(threadIdx.x) % kWarpSize * kEight),
-        inside(max(0, min(end - v, kEight))),
-        keep((1u << inside) - 1) {
+  __device__ __forceinline__ EightIds(const ShortlistParams& p, int64_t b, int v)
+      : v(v), inside(max(0, min(static_cast<int>(p.vocab) - v, kEight))), keep((1u << inside) - 1) {
     if (v + kEight > p.vocab_valid)
       keep &= (1u << max(0, min(static_cast<int>(p.vocab_valid) - v, kEight))) - 1;
     if (p.mask && inside > 0) keep &= p.mask[b * p.mask_stride + v / 32] >> (v % 32);
@@ -272,125 +272,96 @@ __device__ __forceinline__ void raise_by_slots(Values& most, const Base* row, in
   if (lane % 16 < count && tile_exists) tile_max[lane % 16] = Values::value_of_most(of_slot[0]);
 }
 
-// Keys of the ids [first, end) to keys[0 ..], padded to eight with zeros, below every key. `first`
-// is a multiple of kPoolTile. kCount slots are in flight at a time. All threads call.
+// Scratch of both kernels: keys [rows, vocab to a tile], then what the blocks of shortlist_keys
+// found to be the winners of slots below the prefix, [batch, kMaxWinners, blocks].
+template <class Key>
+__device__ __forceinline__ Key* workspace_keys(const ShortlistParams& p, int64_t row) {
+  return static_cast<Key*>(p.workspace) + row * round_up<int64_t>(p.vocab, kPoolTile);
+}
+
+__device__ __forceinline__ uint64_t* workspace_winners(const ShortlistParams& p, int64_t b,
+                                                       int64_t slot) {
+  char* after_keys = static_cast<char*>(p.workspace) +
+                     p.batch * p.pools * round_up<int64_t>(p.vocab, kPoolTile) * sizeof(uint32_t);
+  return reinterpret_cast<uint64_t*>(after_keys) +
+         (b * kMaxWinners + slot) * ceil_div<int64_t>(p.vocab, kKeysIds);
+}
+
+// Grid: x = ids / kKeysIds, y = rows of the output (looped).
 template <class Base, bool kPacked, int kCount, bool kTileMax>
-__device__ __forceinline__ void gather(const ShortlistParams& p, const ShortlistRow& row, int first,
-                                       int end, bool aligned,
-                                       typename Eight<Base, kPacked>::Key* keys,
-                                       ShortlistMemory& memory) {
+__global__ void __launch_bounds__(kKeysThreads, kCount > 1 ? 2 : 4)
+    shortlist_keys(const __grid_constant__ ShortlistParams p, bool aligned) {
   using Values = Eight<Base, kPacked>;
-  const int from = static_cast<int>(max(row.first, p.prefix)), to = static_cast<int>(row.end);
-  const int64_t tile_slots = p.slots - p.prefix;
-  const Base* base = static_cast<const Base*>(p.base_logits) + row.b * p.base_batch_stride;
-  for (int v0 = first + static_cast<int>(threadIdx.x) / kWarpSize * kWarpIds; v0 < end;
-       v0 += static_cast<int>(blockDim.x) * kEight) {
-    const EightIds ids(p, row.b, v0, end);
+  __shared__ uint64_t best_of_warp[kMaxWinners][kKeysWarps];
+  allow_next_launch();
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  for (int64_t index = blockIdx.y; index < p.batch * p.pools; index += gridDim.y) {
+    const ShortlistRow row(p, index);
+    if (p.num_active && row.b >= *p.num_active) break;
+    const EightIds ids(p, row.b, static_cast<int>(blockIdx.x) * kKeysIds + threadIdx.x * kEight);
+    const Base* base = static_cast<const Base*>(p.base_logits) + row.b * p.base_batch_stride +
+                       row.first * p.base_slot_stride + ids.v;
     float bias[kEight] = {};
     if (!kPacked && p.bias)
       for (int i = 0; i < ids.inside; ++i) bias[i] = p.bias[row.b * p.bias_stride + ids.v + i];
     const bool vector = aligned && __all_sync(kFullMask, ids.inside % kEight == 0);
-    const int64_t tile = v0 / kPoolTile + threadIdx.x % kWarpSize / 16;
-    float* tile_max =
-        p.tile_max ? p.tile_max + (tile * p.batch + row.b) * tile_slots + from - p.prefix : nullptr;
-    const Base* at = base + from * p.base_slot_stride + ids.v;
-    Values most = Values::none();
-    for (int slot = from; slot < to;) {
-      const int count = vector ? min(kCount, to - slot) : 1;
-      if (vector) {
-        raise_by_slots<Values, Base, true, kCount, kTileMax>(most, at, p.base_slot_stride, count,
-                                                             ids, bias, tile_max);
-      } else {
-        raise_by_slots<Values, Base, false, 1, kTileMax>(most, at, p.base_slot_stride, 1, ids, bias,
-                                                         tile_max);
-      }
-      slot += count;
-      at += count * p.base_slot_stride;
-      tile_max += count;
-    }
-    if (ids.inside == 0) continue;
-    EightKeys<typename Values::Key> eight;
-#pragma unroll
-    for (int k = 0; k < kEight; ++k) {
-      eight.at[k] = k < ids.inside ? most.key(k) : 0;
-      memory.count(eight.at[k] >> (8 * sizeof(eight.at[k]) - 8));
-    }
-    *reinterpret_cast<EightKeys<typename Values::Key>*>(keys + ids.v - first) = eight;
-  }
-}
-
-// memory.winners[slot] = the best argmax_key of the ids [first, end), for slots below the prefix.
-// All threads call.
-template <class Base, bool kPacked>
-__device__ __forceinline__ void gather_winners(const ShortlistParams& p, const ShortlistRow& row,
-                                               int first, int end, bool aligned,
-                                               ShortlistMemory& memory) {
-  using Values = Eight<Base, kPacked>;
-  const int to = static_cast<int>(min(row.end, p.prefix));
-  const Base* base = static_cast<const Base*>(p.base_logits) + row.b * p.base_batch_stride;
-  // best(ids, values): for every eight of this thread
-  const auto for_each = [&](int slot, auto best) {
-    for (int v0 = first + static_cast<int>(threadIdx.x) / kWarpSize * kWarpIds; v0 < end;
-         v0 += static_cast<int>(blockDim.x) * kEight) {
-      const EightIds ids(p, row.b, v0, end);
-      float bias[kEight] = {};
-      if (!kPacked && p.bias)
-        for (int i = 0; i < ids.inside; ++i) bias[i] = p.bias[row.b * p.bias_stride + ids.v + i];
+    int slot = static_cast<int>(row.first);
+    const int end = static_cast<int>(row.end), prefix = min(static_cast<int>(p.prefix), end);
+    for (; slot < prefix; ++slot, base += p.base_slot_stride) {
+      if (!p.winners) continue;
       uint4 raw[sizeof(Base) / 2] = {};
-      const Base* at = base + slot * p.base_slot_stride + ids.v;
-      if (aligned && ids.inside == kEight) {
-        load_logits<true>(raw, at, kEight);
+      if (vector) {
+        load_logits<true>(raw, base, ids.inside);
       } else {
-        load_logits<false>(raw, at, ids.inside);
+        load_logits<false>(raw, base, ids.inside);
       }
       Values values;
       values.set(raw, bias);
       values.allow(ids.keep);
-      best(ids, values);
+      uint64_t best = 0;
+#pragma unroll
+      for (int k = 0; k < kEight; ++k)
+        if (k < ids.inside) best = max(best, argmax_key(values.at(k), ids.v + k));
+#pragma unroll
+      for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+        best = max(best, __shfl_xor_sync(kFullMask, best, offset));
+      if (lane == 0) best_of_warp[slot][warp] = best;
     }
-  };
-  for (int slot = static_cast<int>(row.first); slot < to; ++slot) {
-    float best = -INFINITY;
-    int best_v = -1;
-    Values of_best{};
-    for_each(slot, [&](const EightIds& ids, const Values& values) {
-      const float most = Values::value_of_most(values.most());
-      if (!(most > best)) return;
-      best = most;
-      best_v = ids.v;
-      of_best = values;
-    });
-    uint64_t key = 0;
+    if (row.first < prefix && p.winners) {
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) >= row.first && static_cast<int>(threadIdx.x) < prefix) {
+        uint64_t best = 0;
+        for (int w = 0; w < kKeysWarps; ++w) best = max(best, best_of_warp[threadIdx.x][w]);
+        workspace_winners(p, row.b, threadIdx.x)[blockIdx.x] = best;
+      }
+      __syncthreads();
+    }
+    if (slot >= end) continue;
+    const int64_t tile = ids.v / kPoolTile;
+    float* tile_max =
+        p.tile_max + (tile * p.batch + row.b) * (p.slots - p.prefix) + slot - p.prefix;
+    Values most = Values::none();
+    while (slot < end) {
+      const int count = vector ? min(kCount, end - slot) : 1;
+      if (vector) {
+        raise_by_slots<Values, Base, true, kCount, kTileMax>(most, base, p.base_slot_stride, count,
+                                                             ids, bias, tile_max);
+      } else {
+        raise_by_slots<Values, Base, false, 1, kTileMax>(most, base, p.base_slot_stride, 1, ids,
+                                                         bias, tile_max);
+      }
+      slot += count;
+      base += count * p.base_slot_stride;
+      tile_max += count;
+    }
+    if (ids.inside == 0) continue;
+    using Key = typename Values::Key;
+    EightKeys<Key> eight;
 #pragma unroll
-    for (int k = 0; k < kEight; ++k)
-      if (best_v >= 0 && of_best.at(k) == best) key = max(key, argmax_key(best, best_v + k));
-#pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
-      key = max(key, __shfl_xor_sync(kFullMask, key, offset));
-    if (threadIdx.x % kWarpSize == 0) memory.warp_winners[threadIdx.x / kWarpSize][slot] = key;
+    for (int k = 0; k < kEight; ++k) eight.at[k] = k < ids.inside ? most.key(k) : 0;
+    *reinterpret_cast<EightKeys<Key>*>(workspace_keys<Key>(p, index) + ids.v) = eight;
   }
-  __syncthreads();
-  bool none = false;
-  if (threadIdx.x >= row.first && threadIdx.x < to) {
-    uint64_t key = 0;
-    for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarpSize; ++warp)
-      key = max(key, memory.warp_winners[warp][threadIdx.x]);
-    memory.winners[threadIdx.x] = key;
-    none = key == 0;
-  }
-  if (!__syncthreads_or(none)) return;
-  // Nothing above -inf in some slot: there NaN counts, below -inf.
-  for (int slot = static_cast<int>(row.first); slot < to; ++slot) {
-    if (memory.winners[slot] != 0) continue;
-    for_each(slot, [&](const EightIds& ids, const Values& values) {
-      for (int k = 0; k < ids.inside; ++k)
-        atomicMax(reinterpret_cast<unsigned long long*>(&memory.warp_winners[0][slot]),
-                  static_cast<unsigned long long>(argmax_key(values.at(k), ids.v + k)));
-    });
-    __syncthreads();
-    if (threadIdx.x == 0) memory.winners[slot] = memory.warp_winners[0][slot];
-    __syncthreads();
-  }
+  if (p.overlap) previous_launch_done();  // so that who waits for this launch waits for both
 }
 
 // Where the remaining-th largest of the keys counted in counts[pass] of all blocks lies.
@@ -442,12 +413,11 @@ __device__ __forceinline__ EightKeys<Key> load_eight(const Key* keys) {
 }
 
 // The ids of the keys [0, count) of this block that belong to the p.size largest of the cluster, to
-// their place in output row `row`. `counted`: the first digits are counted already. gathered() runs
-// when all blocks have come here, before the first of them may leave. All threads call.
-template <class Values, class Gathered>
+// their place in output row `row`. The first digits are counted already. All threads call.
+template <class Values>
 __device__ __forceinline__ void select(const ShortlistParams& p, int64_t row,
                                        const typename Values::Key* keys, int first, int count,
-                                       bool counted, ShortlistMemory& memory, Gathered gathered) {
+                                       ShortlistMemory& memory) {
   using Key = typename Values::Key;
   int32_t* const ids = p.ids + row * p.size;
   float* const scores = p.scores ? p.scores + row * p.size : nullptr;
@@ -457,13 +427,12 @@ __device__ __forceinline__ void select(const ShortlistParams& p, int64_t row,
   uint32_t threshold = 0;
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = 8 * (kPasses - 1 - pass);
-    if (pass > 0 || !counted) {
-      for (int i = threadIdx.x * kEight; i < count; i += blockDim.x * kEight) {
+    if (pass > 0) {
+      for (int i = threadIdx.x * kEight; i < count; i += kSelectThreads * kEight) {
         const EightKeys<Key> eight = load_eight(keys + i);
 #pragma unroll
         for (int k = 0; k < kEight; ++k)
-          if (pass == 0 || eight.at[k] >> (shift + 8) == threshold)
-            memory.count(eight.at[k] >> shift & 0xff);
+          if (eight.at[k] >> (shift + 8) == threshold) memory.count(eight.at[k] >> shift & 0xff);
       }
     }
     memory.join_counts(pass);
@@ -474,13 +443,11 @@ __device__ __forceinline__ void select(const ShortlistParams& p, int64_t row,
     equal_before = found.equal_before;
     threshold = threshold << 8 | found.digit;
   }
-  gathered();
   cluster_arrive();  // this block reads no other's memory from here on
 
   // Each warp owns a run of ids: counts them, learns what stands before it, writes.
   const int groups = ceil_div(count, kWarpIds);
-  const int warps = blockDim.x / kWarpSize;
-  const int begin = groups * warp / warps, end = groups * (warp + 1) / warps;
+  const int begin = groups * warp / kSelectWarps, end = groups * (warp + 1) / kSelectWarps;
   uint64_t mine = 0;  // above; equal in the upper half
   for (int group = begin; group < end; ++group) {
     const int i = group * kWarpIds + lane * kEight;
@@ -541,88 +508,47 @@ __device__ __forceinline__ int slice_begin(int64_t vocab, int64_t slice, int64_t
   return ceil_div<int64_t>(vocab, kPoolTile) * slice / slices * kPoolTile;
 }
 
-// Grid: rows of the output, a cluster each.
-template <class Base, bool kPacked, int kThreads, int kBlocks, int kCount, bool kTileMax>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    shortlist_row(const __grid_constant__ ShortlistParams p, bool aligned) {
-  using Key = typename Eight<Base, kPacked>::Key;
+// Grid: rows of the output, a cluster each. in_memory: the keys of a slice fit in shared memory.
+template <class Values>
+__global__ void __launch_bounds__(kSelectThreads, 1)
+    shortlist_select(const __grid_constant__ ShortlistParams p, bool in_memory) {
+  using Key = typename Values::Key;
   extern __shared__ uint4 shared[];
   __shared__ ShortlistMemory memory;
   const int blocks = cluster_size(), rank = cluster_rank();
   const int64_t row_index = blockIdx.x / blocks;
   const ShortlistRow row(p, row_index);
-  if (p.num_active && row.b >= *p.num_active) {
-    if (p.overlap) previous_launch_done();
-    return;
-  }
   const int begin = slice_begin(p.vocab, rank, blocks);
   const int end = min(p.vocab, static_cast<int64_t>(slice_begin(p.vocab, rank + 1, blocks)));
   memory.clear();
-  Key* keys = reinterpret_cast<Key*>(shared);
-  const bool with_winners = p.winners && row.first < p.prefix;
-  if (!row.only_winners)
-    gather<Base, kPacked, kCount, kTileMax>(p, row, begin, end, aligned, keys, memory);
-  if (with_winners) gather_winners<Base, kPacked>(p, row, begin, end, aligned, memory);
-  const auto gathered = [&] {
-    const int64_t slot = row.first + threadIdx.x;
-    if (rank != 0 || slot >= min(row.end, p.prefix) || !p.winners) return;
-    uint64_t best = 0;
-    for (int block = 0; block < blocks; ++block)
-      best = max(best, load_shared_of(&memory.winners[slot], block));
-    p.winners[row.b * p.winners_stride + slot] = best;
-  };
-  if (row.only_winners) {
-    cluster_sync();
-    gathered();
-    cluster_sync();
-  } else {
-    select<Eight<Base, kPacked>>(p, row_index, keys, begin, end - begin, true, memory, gathered);
-  }
-  if (p.overlap) previous_launch_done();  // so that who waits for this launch waits for both
-}
-
-template <class Key>
-__device__ __forceinline__ Key* workspace_keys(const ShortlistParams& p, int64_t row) {
-  return static_cast<Key*>(p.workspace) + row * round_up<int64_t>(p.vocab, kPoolTile);
-}
-
-// Grid: x = slices of the vocabulary, y = rows of the output (looped). p.winners start at zero.
-template <class Base, bool kPacked, bool kTileMax>
-__global__ void __launch_bounds__(kKeysThreads, 2)
-    shortlist_keys(const __grid_constant__ ShortlistParams p, bool aligned) {
-  __shared__ ShortlistMemory memory;
-  const int begin = slice_begin(p.vocab, blockIdx.x, gridDim.x);
-  const int end =
-      min(p.vocab, static_cast<int64_t>(slice_begin(p.vocab, blockIdx.x + 1, gridDim.x)));
-  for (int64_t index = blockIdx.y; index < p.batch * p.pools; index += gridDim.y) {
-    const ShortlistRow row(p, index);
-    if (p.num_active && row.b >= *p.num_active) return;
-    memory.clear();
-    auto* keys = workspace_keys<typename Eight<Base, kPacked>::Key>(p, index) + begin;
-    if (!row.only_winners)
-      gather<Base, kPacked, 16 / sizeof(Base), kTileMax>(p, row, begin, end, aligned, keys, memory);
-    if (p.winners && row.first < p.prefix) {
-      gather_winners<Base, kPacked>(p, row, begin, end, aligned, memory);
-      const int64_t slot = row.first + threadIdx.x;
-      if (slot < min(row.end, p.prefix))
-        atomicMax(
-            reinterpret_cast<unsigned long long*>(p.winners) + row.b * p.winners_stride + slot,
-            static_cast<unsigned long long>(memory.winners[slot]));
+  previous_launch_done();
+  if (p.num_active && row.b >= *p.num_active) return;
+  if (rank == 0 && p.winners) {
+    const int64_t keys_blocks = ceil_div<int64_t>(p.vocab, kKeysIds);
+    for (int64_t slot = row.first + threadIdx.x / kWarpSize; slot < min(row.end, p.prefix);
+         slot += kSelectWarps) {
+      const uint64_t* from = workspace_winners(p, row.b, slot);
+      uint64_t best = 0;
+      for (int64_t i = threadIdx.x % kWarpSize; i < keys_blocks; i += kWarpSize)
+        best = max(best, from[i]);
+#pragma unroll
+      for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+        best = max(best, __shfl_xor_sync(kFullMask, best, offset));
+      if (threadIdx.x % kWarpSize == 0) p.winners[row.b * p.winners_stride + slot] = best;
     }
-    __syncthreads();
   }
-}
-
-// Grid: rows of the output.
-template <class Values>
-__global__ void __launch_bounds__(kSelectThreads, 1)
-    shortlist_select(const __grid_constant__ ShortlistParams p) {
-  __shared__ ShortlistMemory memory;
-  const ShortlistRow row(p, blockIdx.x);
-  if (row.only_winners || (p.num_active && row.b >= *p.num_active)) return;
-  memory.clear();
-  select<Values>(p, blockIdx.x, workspace_keys<typename Values::Key>(p, blockIdx.x), 0,
-                 static_cast<int>(p.vocab), false, memory, [] {});
+  if (row.only_winners) return;
+  const Key* keys = workspace_keys<Key>(p, row_index) + begin;
+  Key* const kept = reinterpret_cast<Key*>(shared);
+#pragma unroll 4
+  for (int i = threadIdx.x * kEight; i < end - begin; i += kSelectThreads * kEight) {
+    const EightKeys<Key> eight = load_eight(keys + i);
+    if (in_memory) *reinterpret_cast<EightKeys<Key>*>(kept + i) = eight;
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) memory.count(eight.at[k] >> (8 * sizeof(Key) - 8));
+  }
+  if (in_memory) keys = kept;
+  select<Values>(p, row_index, keys, begin, end - begin, memory);
 }
 
 }  // namespace domino

@@ -83,7 +83,10 @@ class Shortlist {
 
 int64_t shortlist_workspace(int64_t batch, int64_t pools, int64_t vocab) {
   const int64_t padded = (vocab + kPoolTile - 1) / kPoolTile * kPoolTile;
-  return batch * pools * padded * static_cast<int64_t>(sizeof(uint32_t));
+  // keys, and the winners that 2048 ids at a time have in up to 16 slots (shortlist.cuh)
+  const int64_t winners =
+      batch * 16 * ((vocab + 2047) / 2048) * static_cast<int64_t>(sizeof(uint64_t));
+  return batch * pools * padded * static_cast<int64_t>(sizeof(uint32_t)) + winners;
 }
 
 int shortlist_cpu(const ShortlistParams& p) {

@@ -105,6 +105,7 @@ def _launch(
     shift_label,
     pure_draft_prefix_len,
     exact,
+    portable,
     pool_size,
     slot_pools,
     vocab_valid,
@@ -164,6 +165,7 @@ def _launch(
         pool_size=pool_size,
         pools=drafts if slot_pools else 1,
         exact=exact,
+        portable=portable,
         base_batch_stride=base_batch_stride,
         base_slot_stride=base_slot_stride,
         hidden_batch_stride=hidden_batch_stride,
@@ -181,8 +183,8 @@ _draft_chain = define(
     "draft_chain(Tensor base_logits, Tensor? hidden, Tensor anchor, Tensor? w_ih, Tensor? w_hh, "
     "Tensor? w1, Tensor w2, Tensor embedding, int low_rank, Tensor? table, Tensor? temperature, "
     "Tensor? seed, Tensor? block_start, Tensor? num_active, Tensor? mask, Tensor? bias, "
-    "bool shift_label, int pure_draft_prefix_len, bool exact, int pool_size, bool slot_pools, "
-    "int vocab_valid, Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores, "
+    "bool shift_label, int pure_draft_prefix_len, bool exact, bool portable, int pool_size, "
+    "bool slot_pools, int vocab_valid, Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores, "
     "Tensor(d!) restarts, Tensor(e!)? log_probs, Tensor(f!)? pool_ids, Tensor(g!)? pool_logits) "
     "-> ()",
     _launch,
@@ -199,6 +201,7 @@ def draft_chain(
     shift_label=True,
     pure_draft_prefix_len=1,
     exact=True,
+    portable=False,
     pool_size=None,
     pool="block",
     temperature=None,
@@ -253,6 +256,7 @@ def draft_chain(
         shift_label: the label convention that the drafter was trained with.
         pure_draft_prefix_len: how many drafts take the base logits alone; from num_drafts on, all.
         exact: see above. Not with temperature.
+        portable: on a GPU, use nothing above sm_80 (slower on sm_90 and later).
         pool_size: M, ids of a pool; None: 2048 for up to 8 rows, 512 for more, V at most.
         pool: "block", one pool a row, of the largest maxima over its corrected slots, or "slot",
             one for each draft.
@@ -309,6 +313,7 @@ def draft_chain(
         shift_label=shift_label,
         pure_draft_prefix_len=pure_draft_prefix_len,
         exact=exact,
+        portable=portable,
         pool_size=pool_size,
         pool=pool,
         temperature=temperature,
@@ -335,6 +340,7 @@ def draft_chain_out(
     shift_label=True,
     pure_draft_prefix_len=1,
     exact=True,
+    portable=False,
     pool_size=None,
     pool="block",
     temperature=None,
@@ -464,6 +470,7 @@ def draft_chain_out(
         shift_label,
         pure_draft_prefix_len,
         exact,
+        portable,
         pool_size,
         slot_pools,
         vocab_valid,
@@ -505,7 +512,8 @@ def _workspace_bytes(batch, drafts, pool_size, pools, weights, backend="cuda"):
     vocab, units, rank = weights.vocab_size, weights.state_size, weights.rank
     rows, tiles = batch * drafts, _up(vocab, 128) // 128
     block = (batch * 4, rows * 8, batch * pools * pool_size * 4, rows * rank * 4, rows * rank * 2)
-    block += (rows * units * 2, rows * tiles * 4, batch * pools * tiles * 128 * 4)
+    block += (rows * units * 2, rows * tiles * 4)
+    block += (batch * pools * tiles * 128 * 4 + batch * 16 * (_up(vocab, 2048) // 2048) * 8,)
     tile, wide, low = _up(batch, 32), _up(units, 32), _up(rank, 32)
     plain = (rows * 8, rows * rank * 4, tile * wide * 4, tile * wide * 4, tile * low * 4)
     largest = max(sum(_up(part, 256) for part in parts) for parts in (block, plain))

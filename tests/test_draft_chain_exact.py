@@ -1,0 +1,117 @@
+"""exact=True: winners inside and outside the pool, restarts, the dense finish."""
+
+import pytest
+import torch
+
+from bench.ops.head_inputs import planted_block
+from domino_kernels import ChainPlan, DraftResult, draft_chain, draft_chain_out
+
+SHAPE = {"H": 128, "G": 64, "R": 32, "V": 6000}
+DRAFTS = 15
+ALL = DRAFTS - 1  # restarts: every corrected winner is outside the pool
+POOL = 128
+
+
+def make(batch, restarts, device, table=True, dtype=torch.bfloat16):
+    block = planted_block(SHAPE, batch, 5, device, restarts=restarts, dtype=dtype)
+    return block._replace(weights=block.weights.with_table()) if table else block
+
+
+def draft(block, **options):
+    return draft_chain(*block[:4], pool_size=POOL, return_details=True, **options)
+
+
+@pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+@pytest.mark.parametrize("batch", [1, 3, pytest.param(9, marks=pytest.mark.gpu)])
+def test_planted_winners(batch, restarts, table, device):
+    block = make(batch, restarts, device, table)
+    result = draft(block)
+    assert torch.equal(result.tokens, block.planted)
+    pooled = draft(block, exact=False)
+    missed = (pooled.tokens != block.planted).any(1)
+    expected = {0: [False] * batch, 1: [True] + [False] * (batch - 1), ALL: [True] * batch}
+    assert missed.tolist() == expected[restarts], "the pool alone does not find what is outside"
+    if device == "cuda":
+        assert ((result.restarts > 0) == missed).all(), result.restarts.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+@pytest.mark.parametrize("batch", [20, 70])
+def test_many_rows(batch, restarts, dtype, portable):
+    """The certificate on warpgroup tensor cores, several parts of columns, two groups of rows."""
+    block = make(batch, restarts, "cuda", dtype=dtype)
+    assert torch.equal(draft(block, portable=portable).tokens, block.planted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+def test_the_portable_form_has_the_same_bits(restarts):
+    block = make(9, restarts, "cuda")
+    usual, portable = draft(block), draft(block, portable=True)
+    for field in ("tokens", "scores", "restarts"):
+        assert torch.equal(getattr(portable, field), getattr(usual, field)), field
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(restarts):
+    block = make(33, restarts, "cuda")
+    base, hidden, anchor, weights, _ = block
+    whole = draft(block)
+    order = torch.randperm(33, device="cuda")
+    shuffled = draft_chain(
+        base[order], hidden[order], anchor[order], weights, pool_size=POOL, return_details=True
+    )
+    for field in ("tokens", "scores", "restarts"):
+        assert torch.equal(getattr(shuffled, field), getattr(whole, field)[order]), field
+    for rows in (slice(0, 1), slice(5, 6), slice(0, 8), slice(32, 33)):
+        part = draft_chain(
+            base[rows], hidden[rows], anchor[rows], weights, pool_size=POOL, return_details=True
+        )
+        for field in ("tokens", "scores", "restarts"):
+            assert torch.equal(getattr(part, field), getattr(whole, field)[rows]), (field, rows)
+
+
+@pytest.mark.gpu
+def test_finish_has_the_bits_of_the_chain_on_a_pool_of_everything():
+    block = make(5, ALL, "cuda")
+    dense = draft(block)
+    pooled = draft_chain(*block[:4], pool_size=SHAPE["V"], exact=False, return_details=True)
+    assert torch.equal(dense.tokens, pooled.tokens)
+    assert torch.equal(dense.scores, pooled.scores)
+
+
+@pytest.mark.gpu
+def test_graph_replays_go_from_no_restart_to_many(graph_replay):
+    blocks = [make(4, restarts, "cuda") for restarts in (0, ALL, 1, 0)]
+    base, hidden, anchor = (tensor.clone() for tensor in blocks[0][:3])
+    weights = blocks[0].weights
+    plan = ChainPlan(weights, 4, pool_size=POOL)
+    out = DraftResult.empty(weights, 4, pool_size=POOL)
+    replay = graph_replay(
+        lambda: draft_chain_out(base, hidden, anchor, weights, out=out, plan=plan, pool_size=POOL)
+    )
+    for block in blocks:  # other logits and other weights behind the same addresses
+        for target, source in zip((base, hidden, anchor), block[:3], strict=True):
+            target.copy_(source)
+        for name in ("w_ih", "w_hh", "w1", "w2", "embedding", "table"):
+            getattr(weights, name).copy_(getattr(block.weights, name))
+        replay()
+        assert torch.equal(out.tokens, block.planted)
+
+
+@pytest.mark.gpu
+def test_rows_from_num_active_on_are_left_alone():
+    block = make(6, ALL, "cuda")
+    plan = ChainPlan(block.weights, 6, pool_size=POOL)
+    out = DraftResult.empty(block.weights, 6, pool_size=POOL)
+    for active in (0, 2, 6):
+        out.tokens.fill_(-7)
+        count = torch.tensor([active], dtype=torch.int32, device="cuda")
+        draft_chain_out(*block[:4], out=out, plan=plan, pool_size=POOL, num_active=count)
+        assert torch.equal(out.tokens[:active], block.planted[:active])
+        assert (out.tokens[active:] == -7).all()
