@@ -6,6 +6,7 @@ import torch
 import domino_kernels
 from domino_kernels import _C, HeadWeights
 from domino_kernels.ops.draft_chain import _workspace_bytes
+from domino_kernels.ops.verify import _workspace_words
 
 
 def weights(device="cpu", units=4, rank=6):
@@ -47,7 +48,7 @@ def test_compiles_without_a_break(case, backend, device):
         assert torch.equal(compiled(*inputs), call(*inputs))
 
 
-def test_workspace_size_is_that_of_the_kernel():
+def test_workspace_size_is_that_of_draft_chain():
     for batch, drafts, units, rank in [(1, 1, 1, 1), (3, 15, 256, 96), (64, 16, 1024, 256)]:
         head = weights("meta", units, rank)
         for prefix, pool_size, pools in [(0, 1, 1), (2, 11, 1), (0, 9, drafts)]:
@@ -57,3 +58,10 @@ def test_workspace_size_is_that_of_the_kernel():
             needed = _C.draft_chain_workspace(**sizes, pool_size=pool_size, pools=pools)
             size = _workspace_bytes(batch, drafts, pool_size, pools, head)
             assert size >= needed if prefix else size == needed
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_workspace_size_is_that_of_verify_chain(dense):
+    for batch, drafts, vocab in [(0, 3, 7), (1, 0, 1), (3, 15, 1024), (64, 16, 151936)]:
+        sizes = dict(batch=batch, drafts=drafts, vocab=vocab, dense=dense)
+        assert _workspace_words(*sizes.values()) * 8 == _C.verify_chain_workspace(**sizes)

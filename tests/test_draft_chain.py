@@ -489,8 +489,8 @@ def test_bad_memory(change, error, message, generator):
 
 @pytest.mark.gpu
 def test_small_plan(generator):
-    inputs = make(generator, torch.float32, "cuda", **GOOD)
-    out, plan = DraftResult.empty(inputs[-1], 2, num_drafts=3), ChainPlan(inputs[-1], 1)
+    inputs = make(generator, torch.float32, "cuda", **GOOD | dict(B=40))
+    out, plan = DraftResult.empty(inputs[-1], 40, num_drafts=3), ChainPlan(inputs[-1], 1)
     with pytest.raises(
         ValueError, match=r"draft_chain: plan: got .* bytes on .* expected at least"
     ):

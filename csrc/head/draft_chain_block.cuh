@@ -121,8 +121,10 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     for (int i = threadIdx.x; i < all_ids; i += kThreads) {
       const int64_t pool = (first_row + (i >> p.part_log)) * p.pools + (slot_pools ? j : 0);
       const int m = block * part + (i & (part - 1));
+      // a row that drafts nothing here may have no pool: one from num_active on has none
+      const bool drafted = i < rows * part && start[i >> p.part_log] < drafts;
       ids[(j & 1) * all_ids + i] =
-          i < rows * part && m < p.pool_size ? p.pool[pool * p.pool_size + m] : -1;
+          drafted && m < p.pool_size ? p.pool[pool * p.pool_size + m] : -1;
     }
   };
   const auto load_rows = [&](int j) {  // of W2, in flight until cp.async.wait_all

@@ -179,12 +179,17 @@ _verify_chain = define(
 )
 
 
+def _workspace_words(batch, drafts, vocab, dense):
+    """csrc/verify/verify_chain.h's verify_chain_workspace in int64 words; torch.compile traces it."""
+    rows, chunks = batch * (drafts + 1 + dense * drafts), (vocab + 1023) // 1024
+    words = rows * chunks + batch
+    return 2 * (rows * chunks + (words + 3) // 4 + batch * (drafts + 1) * 6)
+
+
 def verify_chain_workspace(batch, drafts, vocab, *, dense=False, device):
     """Scratch memory that one verify_chain call of this size uses; `dense`: q is [B, K, V]."""
-    words = 0  # the CPU twin needs none
-    if torch.device(device).type == "cuda":
-        size = _C.verify_chain_workspace(batch=batch, drafts=drafts, vocab=vocab, dense=dense)
-        words = (size + 7) // 8
+    cuda = torch.device(device).type == "cuda"  # the CPU twin needs none
+    words = _workspace_words(batch, drafts, vocab, dense) if cuda else 0
     return torch.empty(words, dtype=torch.int64, device=device)
 
 
@@ -472,8 +477,7 @@ def verify_chain(
     if workspace is None:
         workspace = verify_chain_workspace(batch, drafts, wide, dense=dense, device=device)
     elif device.type == "cuda":
-        needed = _C.verify_chain_workspace(batch=batch, drafts=drafts, vocab=wide, dense=dense)
-        size, needed = workspace.numel(), (needed + 7) // 8
+        size, needed = workspace.numel(), _workspace_words(batch, drafts, wide, dense)
         if size < needed:
             raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
         checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
