@@ -10,7 +10,9 @@ namespace domino {
 constexpr int kCompactThreads = 256;
 constexpr int kMoveThreads = 256;
 constexpr int kMoveSlots = 64;  // slots whose places are found at a time
-constexpr int kMoveAhead = 8;   // slots read before the first of them is written
+// Slots read before the first of them is written.
+template <class Unit>
+constexpr int kMoveAhead = sizeof(Unit) < 4 ? 4 : 8;
 
 // AcceptedPath::length by the first warp; `length` is shared. The caller synchronises.
 __device__ __forceinline__ void path_length(const AcceptedPath& p, int64_t b, int* length) {
@@ -77,13 +79,14 @@ __global__ void __launch_bounds__(kMoveThreads)
     }
     __syncthreads();
     const int good = stop;
-    for (int base = 0; mine && base < good; base += kMoveAhead) {
-      Unit values[kMoveAhead];
+    constexpr int kAhead = kMoveAhead<Unit>;
+    for (int base = 0; mine && base < good; base += kAhead) {
+      Unit values[kAhead];
 #pragma unroll
-      for (int k = 0; k < kMoveAhead; ++k)
+      for (int k = 0; k < kAhead; ++k)
         if (base + k < good) values[k] = *reinterpret_cast<const Unit*>(cache + from[base + k]);
 #pragma unroll
-      for (int k = 0; k < kMoveAhead; ++k)
+      for (int k = 0; k < kAhead; ++k)
         if (base + k < good) *reinterpret_cast<Unit*>(cache + to[base + k]) = values[k];
     }
     __syncthreads();
