@@ -180,7 +180,7 @@ _verify_chain = define(
 
 
 def _workspace_words(batch, drafts, vocab, dense):
-    """csrc/verify/verify_chain.h's verify_chain_workspace in int64 words; torch.compile traces it."""
+    """verify_chain_workspace of csrc/verify/verify_chain.h, in int64 words, for torch.compile."""
     rows, chunks = batch * (drafts + 1 + dense * drafts), (vocab + 1023) // 1024
     words = rows * chunks + batch
     return 2 * (rows * chunks + (words + 3) // 4 + batch * (drafts + 1) * 6)
