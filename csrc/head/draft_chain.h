@@ -117,7 +117,8 @@ struct DraftChainWorkspace {
 //                        keys[b, first[b] - 1] (draft j runs S_j from S_{j-1} and y_j)
 //   draft_chain_certify  once more, for those rows
 //   draft_chain_finish   exact: rows that are still pending, a pass over W2 a draft
-//   draft_chain_rescue   where control->aborted is set, which every launch before leaves at once: the
+//   draft_chain_rescue   where control->aborted is set, which every launch before leaves at once:
+//   the
 //                        whole draft of all rows, one block a row
 //   draft_chain_law      drawn drafts: scores and log_probs from pool_logits
 // Each leaves at once where it has nothing to do.

@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       const int m = block * part + (i & (part - 1));
       // a row that drafts nothing here may have no pool: one from num_active on has none
       const bool drafted = i < rows * part && start[i >> p.part_log] < drafts;
-      ids[(j & 1) * all_ids + i] =
-          drafted && m < p.pool_size ? p.pool[pool * p.pool_size + m] : -1;
+      ids[(j & 1) * all_ids + i] = drafted && m < p.pool_size ? p.pool[pool * p.pool_size + m] : -1;
     }
   };
   const auto load_rows = [&](int j) {  // of W2, in flight until cp.async.wait_all

@@ -202,8 +202,7 @@ class DraftChain {
         const float* delta = &delta_[b * kTile];
         uint64_t key = best[b];
         for (int64_t v = 0; v < count; ++v) {
-          const float score =
-              adjusted_base(p_, base, b, v0 + v) + (corrected ? delta[v] : 0.0f);
+          const float score = adjusted_base(p_, base, b, v0 + v) + (corrected ? delta[v] : 0.0f);
           key = std::max(key, argmax_key(score, static_cast<uint32_t>(v0 + v)));
         }
         best[b] = key;
