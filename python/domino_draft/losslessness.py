@@ -1,20 +1,22 @@
 """Is this text the target's own greedy decoding? A comparison that holds in fp32 and in bf16.
 
-Two forwards of one model over one prefix differ by rounding when their shapes differ (a block of 16
-tokens against one token), so a block decoder and a one-token decoder may part where the two best
-logits nearly tie, and after that they continue different texts. Comparing texts therefore proves
-nothing in bf16. What can be checked is every choice on its own: given the very prefix that the
-decoder had, each token must be the target's best one, or as good as the best within the rounding
-that the target itself shows between two forward shapes.
+Two forwards of one model over one prefix differ by rounding: where their shapes differ (a block of
+16 tokens against one token), and where they round at other places (the fused layers, once where the
+stock modules round several times). So two correct decoders may part where the two best logits
+nearly tie, and after that they continue different texts. Comparing texts therefore proves nothing
+in bf16. What can be checked is every choice on its own: given the very prefix that the decoder had,
+each token must be the target's best one, or as good as the best within the target's own rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from .cache import RowCache
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 _BLOCK = 7  # tokens of the second forward shape; odd, so that it matches no usual kernel tile
+_HALF = torch.bfloat16, torch.float16
 _RIVALS = 16  # best tokens of a position whose rounding counts: the others cannot win
 
 
@@ -30,7 +33,8 @@ class GreedyReport:
     """Verdict on one output. exact: tokens that are the argmax; near_ties: the others whose logit
     is within `tolerance` of the best; violations: the rest. Losses are best logit - chosen logit.
 
-    noise: largest difference between the two forward shapes in a logit among a position's 16 best.
+    noise: the rounding seen, the largest difference in a logit among a position's 16 best between
+    the judging forward and its repetitions, in blocks and in fp32.
     worst_loss: over all tokens. near_tie_positions, violation_positions: indices into the output.
     """
 
@@ -54,7 +58,7 @@ class GreedyReport:
         return (
             f"{self.exact}/{self.tokens} exact, {self.near_ties} near ties (within "
             f"{self.tolerance:.2g}), {self.violations} violations; worst loss "
-            f"{self.worst_loss:.2g}, rounding between forward shapes {self.noise:.2g}"
+            f"{self.worst_loss:.2g}, the target's rounding {self.noise:.2g}"
         )
 
 
@@ -68,11 +72,12 @@ def greedy_report(
 ) -> GreedyReport:
     """Judge each token of `output` by the target's logits after all tokens before it.
 
-    The logits come from one forward over everything and, a second time, from a cached pass in
-    blocks of 7. tolerance None: 1e-4 in fp32; in half precision twice the largest difference seen
-    between the two passes (in the 16 best logits of a position), since each of the two logits
-    compared may be off by that much. So a near tie is a choice that the target's own rounding can
-    make, and a violation is one that it cannot.
+    The logits come from one forward over everything. They are computed again in a cached pass in
+    blocks of 7 and, of a model in half precision, with the same weights in fp32, one layer's at a
+    time. The decoder judged takes no part. tolerance None: 1e-4 in fp32; in half precision twice
+    the largest difference from the first forward (in the 16 best logits of a position), since each
+    of the two logits compared may be off by that much. So a near tie is a choice that rounding as
+    large as the target's own can make, and a violation is one that it cannot.
 
     Raises:
         ValueError: prompt or output is empty.
@@ -85,13 +90,12 @@ def greedy_report(
     ids = torch.tensor([[*prompt, *output]], device=target.device)[:, :-1]
     chosen = torch.tensor(output, device=target.device)[:, None]
     start = len(prompt) - 1  # the logits at this position choose output[0]
-    whole, _ = target.forward(
-        ids,
-        RowCache(1, ids.shape[1], target.device),
-        keep=torch.arange(start, ids.shape[1], device=target.device),
-    )
-    whole = whole[0].float()
+    whole = _logits(target, ids, start)
     noise = _block_noise(target, ids, start, whole)
+    if target.dtype in _HALF:
+        # Shapes alone show too little where a sum fits one tile: it is then the same in each.
+        with _in_fp32(target):
+            noise = max(noise, _difference(_logits(target, ids, start), whole))
     if tolerance is None:
         tolerance = 1e-4 if target.dtype == torch.float32 else 2 * noise
     best, token = whole.max(dim=-1, keepdim=True)
@@ -111,7 +115,55 @@ def greedy_report(
     )
 
 
-def _block_noise(target: Target, ids, start: int, whole) -> float:
+def _logits(target: Target, ids: Tensor, start: int) -> Tensor:
+    """fp32 [columns from `start`, V] of one forward over ids [1, T]."""
+    keep = torch.arange(start, ids.shape[1], device=ids.device)
+    logits, _ = target.forward(ids, RowCache(1, ids.shape[1], ids.device), keep=keep)
+    return logits[0].float()
+
+
+def _difference(logits: Tensor, whole: Tensor) -> float:
+    best, ids = whole.topk(min(_RIVALS, whole.shape[1]))
+    return (logits.gather(1, ids) - best).abs().max().item()
+
+
+@contextmanager
+def _in_fp32(target: Target) -> Iterator[None]:
+    """Forwards compute in fp32. A layer's weights are widened while it runs and no longer, so that
+    a model that fills the memory can be judged; the tensors themselves stay where they are."""
+    parts = {layer: [*layer.parameters()] for layer in target.layers}
+    inside = {module for layer in target.layers for module in layer.modules()}
+    for module in target.model.modules():
+        if module not in inside:
+            parts[module] = [*module.parameters(recurse=False)]
+    parts = {m: [p for p in own if p.dtype in _HALF] for m, own in parts.items()}
+    kept: dict[nn.Module, list[Tensor]] = {}
+
+    def widen(module: nn.Module, args) -> None:
+        kept[module] = [parameter.data for parameter in parts[module]]
+        for parameter, value in zip(parts[module], kept[module]):
+            with torch.inference_mode(parameter.is_inference()):  # of the kind they were
+                parameter.data = value.float()
+
+    def restore(module: nn.Module, *_) -> None:
+        for parameter, value in zip(parts[module], kept.pop(module)):
+            with torch.inference_mode(parameter.is_inference()):
+                parameter.data = value
+
+    handles = []
+    try:
+        for module in (m for m, own in parts.items() if own):
+            handles.append(module.register_forward_pre_hook(widen))
+            handles.append(module.register_forward_hook(restore))
+        yield
+    finally:
+        for module in reversed([*kept]):  # of a forward that failed
+            restore(module)
+        for handle in handles:
+            handle.remove()
+
+
+def _block_noise(target: Target, ids: Tensor, start: int, whole: Tensor) -> float:
     """Largest difference from `whole` when the same logits are computed block by block."""
     cache = RowCache(1, ids.shape[1], target.device)
     worst = 0.0
@@ -123,7 +175,6 @@ def _block_noise(target: Target, ids, start: int, whole) -> float:
         size = block.shape[1]
         logits, _ = target.forward(block, cache)
         cache.advance(torch.tensor([size], device=ids.device), [size])
-        best, ids_of_best = whole[at - start : at - start + size].topk(min(_RIVALS, whole.shape[1]))
-        difference = logits[0].float().gather(1, ids_of_best) - best
-        worst = max(worst, difference.abs().max().item())
+        same = whole[at - start : at - start + size]
+        worst = max(worst, _difference(logits[0].float(), same))
     return worst
