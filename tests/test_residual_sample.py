@@ -5,6 +5,7 @@ import torch
 from chain_cases import make, to
 
 from domino_kernels import VerifyStatus, residual_sample, verify_chain
+from domino_kernels.ops.verify import _empty_result
 
 
 def log_q(arguments):
@@ -91,3 +92,6 @@ def test_bad_arguments():
         residual_sample(rows, ids, ones.int(), **good, vocab_valid=6)
     with pytest.raises(ValueError, match=r"draft_logits: got shape \[2, 1, 4\]"):
         residual_sample(rows, ids, ones.int(), **good, draft_logits=torch.zeros(2, 4))
+    narrow = _empty_result(1, 0, rows.device)
+    with pytest.raises(ValueError, match=r"residual_sample: out.tokens: got shape \[1, 1\]"):
+        residual_sample(rows, ids, ones.int(), **good, out=narrow)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from chain_cases import guarded_result, to, token_arguments
 
-from domino_kernels import VerifyResult, VerifyStatus, verify_chain
+from domino_kernels import VerifyResult, VerifyRule, VerifyStatus, verify_chain
 from domino_kernels.ops.verify import _empty_result
 
 INF, NAN = float("inf"), float("nan")
@@ -226,3 +226,36 @@ BAD = [
 def test_bad_arguments(change, error, message):
     with pytest.raises(error, match=f"verify_chain: .*{message}"):
         verify_chain(**token_arguments() | change)
+
+
+def test_block_rule_without_rows_of_q(device):
+    """A tensor of rules cannot be refused ahead: block with draft_logprob has a status."""
+    arguments = dict(
+        target_logits=torch.zeros(3, 2, 5),
+        draft_tokens=torch.zeros(3, 1, dtype=torch.int64),
+        rule=torch.tensor([VerifyRule.BLOCK, VerifyRule.MATCH, VerifyRule.BLOCK]).byte(),
+        temperature=torch.tensor([1.0, 1.0, 0.0]),  # the last one is greedy
+        seed=torch.arange(3),
+        block_start=torch.arange(3),
+        draft_logprob=torch.zeros(3, 1),
+    )
+    result = verify_chain(**to(arguments, device))
+    assert result.status.tolist() == [S.BAD_PARAMETER, 0, 0]
+    assert result.num_emitted.tolist()[::2] == [0, 2]
+    assert result.tokens[0].tolist() == [-1, -1] and result.tokens[2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(rule=["token"]), r"rule: got \['token'\]"),
+        (dict(vocab_valid=2.5), "vocab_valid: got 2.5, expected 1 to V = 5"),
+        (dict(top_logprobs="2"), "top_logprobs: got '2', expected 0 to 128"),
+        (dict(keying="both"), "keying: got 'both'"),
+        (dict(workspace="x"), "workspace: got str"),
+    ],
+    ids=lambda value: "",
+)
+def test_values_of_another_type(change, message):
+    with pytest.raises((TypeError, ValueError), match="^verify_chain: " + message):
+        verify_chain(torch.zeros(1, 1, 5), torch.zeros(1, 0, dtype=torch.int64), **change)

@@ -27,16 +27,19 @@ def gradients(loss, hidden, low_rank, w2):
     return (loss.detach(), *torch.autograd.grad(loss, (hidden, low_rank, w2)))
 
 
+@torch.enable_grad()  # the suites run without
 def ours(hidden, low_rank, labels, weights, lm_head, w2):
     out = domino_kernels.dual_ce(hidden, low_rank, labels, weights, lm_head, w2, LAM)
     return gradients(out.loss, hidden, low_rank, w2)
 
 
+@torch.enable_grad()
 def unchunked(hidden, low_rank, labels, weights, lm_head, w2):
     loss = torch_loss(hidden, low_rank, labels, weights, lm_head, w2)
     return gradients(loss, hidden, low_rank, w2)
 
 
+@torch.enable_grad()
 def checkpointed(hidden, low_rank, labels, weights, lm_head, w2, chunk=2048):
     """Chunks of 128 blocks, recomputed in the backward: what public trainers do."""
     loss = 0.0
@@ -63,6 +66,7 @@ def dual_ce_case(model):
             draw(vocab, rank, scale=2 * rank**-0.5).requires_grad_(),
         )  # fmt: skip
 
+    @torch.enable_grad()
     def check(operands, result):
         h, u, labels, weights, lm_head, w2 = operands
         exact_w2 = torch.zeros(w2.shape, dtype=torch.float64, device=w2.device)

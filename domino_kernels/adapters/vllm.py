@@ -49,6 +49,11 @@ def rejection_sample(
         raise ValueError(
             "rejection_sample: synthetic_conditional_rates: got a tensor, expected None"
         )
+    if draft_sampled.numel() != target_logits.size(0):
+        raise ValueError(
+            f"rejection_sample: draft_sampled: got {draft_sampled.numel()} ids, expected "
+            f"{target_logits.size(0)}, as target_logits has rows"
+        )
     requests, vocab = cu_num_logits.numel() - 1, target_logits.size(-1)
     first = cu_num_logits[:-1].long()
     last = draft_sampled.numel() - 1

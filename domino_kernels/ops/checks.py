@@ -43,7 +43,14 @@ def contiguous(op, name, value):
         raise ValueError(f"{op}: {name}: got strides {value.stride()}, expected contiguous memory")
 
 
+def integer(op, name, value, least, most):
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{op}: {name}: got {value!r}, expected {least} to {most}")
+
+
 def dtype(op, name, value, allowed):
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name}: got {type(value).__name__}, expected a tensor")
     if value.dtype not in allowed:
         expected = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise TypeError(f"{op}: {name}: got {value.dtype}, expected one of {expected}")

@@ -39,7 +39,12 @@ class DraftResult(NamedTuple):
         cls, weights, batch, *, num_drafts=15, pool_size=None, vocab_valid=None, sampled=False
     ):
         """Memory for `draft_chain_out`."""
-        size = _pool_size("draft_chain", pool_size, batch, vocab_valid or weights.vocab_size)
+        valid = weights.vocab_size if vocab_valid is None else vocab_valid
+        if not isinstance(valid, int) or not 1 <= valid <= weights.vocab_size:
+            raise ValueError(
+                f"draft_chain: vocab_valid: got {valid!r}, expected 1..{weights.vocab_size}"
+            )
+        size = _pool_size("draft_chain", pool_size, batch, valid)
         new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=weights.device)  # noqa: E731
         return cls(
             new(torch.int64, batch, num_drafts),
@@ -71,7 +76,8 @@ class ChainPlan:
         op = "ChainPlan"
         _check_weights(op, weights)
         if backend not in BACKENDS:
-            raise ValueError(f"{op}: backend: got {backend!r}, expected one of {BACKENDS}")
+            names = ", ".join(BACKENDS)
+            raise ValueError(f"{op}: backend: got {backend!r}, expected one of {names}")
         pool_size = _pool_size(op, pool_size, batch, weights.vocab_size)
         pools = num_drafts if _slot_pools(op, pool) else 1
         self.backend = backend
@@ -229,7 +235,7 @@ def draft_chain(
 
     exact: each id is the argmax of its score over the whole vocabulary given the ids before it,
     ties to the lowest. Not exact: over a pool of ids, those of the largest base logits, which
-    contains the argmax of most slots (`python -m bench.pool_recall`); what is drafted changes how
+    contains the argmax of most slots (`python -m bench recall`); what is drafted changes how
     much a verifier accepts, never what it emits. With temperature each id is drawn from its pool:
     from softmax(score / temperature) on it, by the noise of (seed, block_start, draft j,
     rng.DRAFT_TOKEN) and the id.
@@ -361,9 +367,14 @@ def draft_chain_out(
 
     Returns:
         out.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
     """
     op = "draft_chain"
     _check_weights(op, weights)
+    if not isinstance(out, DraftResult):
+        raise TypeError(f"{op}: out: got {type(out).__name__}, expected a DraftResult")
     dtype, device, vocab = weights.dtype, weights.device, weights.vocab_size
     batch, slots, _ = checks.sizes(op, "base_logits", base_logits, "[B, S, V]")
     drafts = checks.sizes(op, "out.tokens", out.tokens, "[B, K]")[1]
@@ -380,13 +391,13 @@ def draft_chain_out(
             f"{op}: num_drafts: got {drafts}, expected 1..{most} with {slots} slots and "
             f"shift_label={bool(shift_label)}"
         )
-    if pure_draft_prefix_len < 0:
+    if not isinstance(pure_draft_prefix_len, int) or pure_draft_prefix_len < 0:
         raise ValueError(
-            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len}, expected at least 0"
+            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len!r}, expected at least 0"
         )
     vocab_valid = vocab if vocab_valid is None else vocab_valid
-    if not 1 <= vocab_valid <= vocab:
-        raise ValueError(f"{op}: vocab_valid: got {vocab_valid}, expected 1..{vocab}")
+    if not isinstance(vocab_valid, int) or not 1 <= vocab_valid <= vocab:
+        raise ValueError(f"{op}: vocab_valid: got {vocab_valid!r}, expected 1..{vocab}")
     slot_pools = _slot_pools(op, pool)
     pool_size = _pool_size(op, pool_size, batch, vocab_valid)
 

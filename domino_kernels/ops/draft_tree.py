@@ -7,6 +7,7 @@ import torch
 from domino_kernels import _C
 from domino_kernels.ops import checks
 from domino_kernels.ops.expand import (
+    MAX_CHILDREN,
     Expansion,
     expand_out,
     expand_workspace,
@@ -135,6 +136,10 @@ class TreePlan:
         op = "TreePlan"
         if not isinstance(weights, HeadWeights):
             raise TypeError(f"{op}: weights: got {type(weights).__name__}, expected HeadWeights")
+        if not isinstance(children, int) or not 1 <= children <= MAX_CHILDREN:
+            raise ValueError(f"{op}: children: got {children!r}, expected 1..{MAX_CHILDREN}")
+        if not isinstance(widths, (tuple, list)) or not all(isinstance(w, int) for w in widths):
+            raise TypeError(f"{op}: widths: got {widths!r}, expected a tuple of integers")
         widths = tuple(widths)
         most = [1] + [width * children for width in widths]
         if not widths or not all(

@@ -374,6 +374,8 @@ def expand_out(
     """
     op = "expand"
     batch, paths = checks.sizes(op, "token", token, "[B, W]")
+    if not isinstance(out, Expansion):
+        raise TypeError(f"{op}: out: got {type(out).__name__}, expected an Expansion")
     children = checks.sizes(op, "out.tokens", out.tokens, "[B, W, k]")[2]
     _check(weights, children)
     dtype, device = weights.dtype, weights.device
@@ -439,9 +441,9 @@ def expand_out(
         if candidates < 1:
             raise ValueError(f"{op}: pool: got no ids, expected at least one a row")
     _check_out(op, out, batch, paths, children, candidates, weights, scores_by_node)
-    if pure_draft_prefix_len < 0:
+    if not isinstance(pure_draft_prefix_len, int) or pure_draft_prefix_len < 0:
         raise ValueError(
-            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len}, expected at least 0"
+            f"{op}: pure_draft_prefix_len: got {pure_draft_prefix_len!r}, expected at least 0"
         )
     need = _workspace_bytes(batch, paths, children, candidates, pool is not None, weights)
     size = checks.sizes(op, "workspace", workspace, "[bytes]")

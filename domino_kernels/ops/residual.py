@@ -8,6 +8,8 @@ from domino_kernels.ops.verify import (
     _ORDERS,
     VerifyRule,
     _check_draft_law,
+    _check_result,
+    _check_workspace,
     _empty_result,
     _verify_chain,
     verify_chain_workspace,
@@ -84,8 +86,14 @@ def residual_sample(
         orders = ", ".join(_ORDERS)
         raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
     wide = vocab if vocab_valid is None else vocab_valid
-    if not 1 <= wide <= vocab:
-        raise ValueError(f"{op}: vocab_valid: got {wide}, expected 1 to V = {vocab}")
+    if not isinstance(wide, int) or not 1 <= wide <= vocab:
+        raise ValueError(f"{op}: vocab_valid: got {wide!r}, expected 1 to V = {vocab}")
+    for name, value, layout in (
+        ("draft_logits", draft_logits, "[B, V]" if draft_ids is None else "[B, M]"),
+        ("draft_ids", draft_ids, "[B, M]"),
+    ):
+        if value is not None:
+            checks.sizes(op, name, value, layout)
     row = lambda value: None if value is None else value[:, None]  # noqa: E731
     shape = batch, 1, vocab
     dense = _check_draft_law(op, row(draft_logits), row(draft_ids), None, shape, device)
@@ -98,8 +106,12 @@ def residual_sample(
         checks.tensor(op, "grammar_mask", grammar_mask, words, torch.int32, device)
     if out is None:
         out = _empty_result(batch, 1, device)
+    else:
+        _check_result(op, out, batch, 1, device, True, 0)
     if workspace is None:
         workspace = verify_chain_workspace(batch, 1, wide, dense=dense, device=device)
+    else:
+        _check_workspace(op, workspace, batch, 1, wide, dense, device)
     _verify_chain(
         target_logits[:, None],
         rejected[:, None],

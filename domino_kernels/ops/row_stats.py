@@ -6,7 +6,12 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
-from domino_kernels.ops.verify import _MAX_VOCAB, _pointer, verify_chain_workspace
+from domino_kernels.ops.verify import (
+    _MAX_VOCAB,
+    _check_workspace,
+    _pointer,
+    verify_chain_workspace,
+)
 from domino_kernels.torch_library import DTYPES, check_status, define, target
 
 PARTIAL_WORDS = 5
@@ -108,6 +113,27 @@ def _empty(rows, tokens, device):
     return make(torch.float32), make(torch.int64), logprob, make(torch.uint8)
 
 
+def _check_out(op, out, rows, tokens, top_logprobs, device):
+    if not isinstance(out, RowStats):
+        raise TypeError(f"{op}: out: got {type(out).__name__}, expected a RowStats")
+    top = (rows, top_logprobs) if top_logprobs else None
+    expected = (
+        ((rows,), torch.float32),
+        ((rows,), torch.int64),
+        (None if tokens is None else (rows,), torch.float32),
+        ((rows,), torch.uint8),
+        ((rows, PARTIAL_WORDS), torch.int64),
+        (top, torch.int32),
+        (top, torch.float32),
+    )
+    for name, value, (shape, dtype) in zip(RowStats._fields, out, expected):
+        if shape is not None:
+            checks.tensor(op, f"out.{name}", value, shape, dtype, device)
+            checks.contiguous(op, f"out.{name}", value)
+        elif value is not None:
+            raise ValueError(f"{op}: out.{name}: got a tensor, expected None")
+
+
 def row_stats(
     logits,
     tokens=None,
@@ -151,8 +177,10 @@ def row_stats(
     if not 1 <= vocab <= _MAX_VOCAB:
         raise ValueError(f"{op}: logits: got V = {vocab}, expected 1 to {_MAX_VOCAB}")
     _check_rows(op, rows, tokens, temperature, device)
-    if not 0 <= top_logprobs <= 128:
-        raise ValueError(f"{op}: top_logprobs: got {top_logprobs}, expected 0 to 128")
+    checks.integer(op, "top_logprobs", top_logprobs, 0, 128)
+    checks.integer(op, "vocab_start", vocab_start, 0, _MAX_VOCAB)
+    if vocab_total is not None:
+        checks.integer(op, "vocab_total", vocab_total, 1, _MAX_VOCAB)
     total = vocab_start + vocab if vocab_total is None else vocab_total
     if vocab_start % 128 or not 0 <= vocab_start <= vocab_start + vocab <= total <= _MAX_VOCAB:
         raise ValueError(
@@ -167,8 +195,12 @@ def row_stats(
             shape = rows, top_logprobs
             top = [torch.empty(shape, dtype=d, device=device) for d in (torch.int32, torch.float32)]
         out = RowStats(*_empty(rows, tokens, device), partials, *top)
+    else:
+        _check_out(op, out, rows, tokens, top_logprobs, device)
     if workspace is None:
         workspace = verify_chain_workspace(rows, 0, vocab, device=device)
+    else:
+        _check_workspace(op, workspace, rows, 0, vocab, False, device)
     _row_stats(logits, tokens, temperature, vocab_start, total, *out, workspace)
     if vocab_start and top_logprobs:
         out.top_ids.add_(vocab_start * (out.top_ids >= 0))
@@ -196,6 +228,7 @@ def combine_row_stats(partials, tokens=None, temperature=None, *, vocab_total):
     device, shape = partials.device, (parts, rows, PARTIAL_WORDS)
     checks.tensor(op, "partials", partials, shape, torch.int64, device)
     checks.contiguous(op, "partials", partials)
+    checks.integer(op, "vocab_total", vocab_total, 1, _MAX_VOCAB)
     _check_rows(op, rows, tokens, temperature, device)
     out = _empty(rows, tokens, device)
     _combine_row_stats(partials, tokens, temperature, vocab_total, *out)

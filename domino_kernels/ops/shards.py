@@ -113,8 +113,10 @@ def vocab_winners(
         checks.tensor(op, "low_rank", low_rank, (batch, slots, rank), dtype, device)
         if on_gpu and (low_rank.data_ptr() % 4 or low_rank.stride(0) % 2 or low_rank.stride(1) % 2):
             raise ValueError(f"{op}: low_rank: got rows at odd elements, expected even ones")
-    if not isinstance(first_id, int) or first_id < 0 or first_id % 128:
-        raise ValueError(f"{op}: first_id: got {first_id!r}, expected a multiple of 128")
+    if not isinstance(first_id, int) or not 0 <= first_id < 2**31 - vocab or first_id % 128:
+        raise ValueError(
+            f"{op}: first_id: got {first_id!r}, expected a multiple of 128, and ids below 2**31"
+        )
     vocab_valid = vocab if vocab_valid is None else vocab_valid
     if not isinstance(vocab_valid, int) or not 0 <= vocab_valid <= vocab:
         raise ValueError(f"{op}: vocab_valid: got {vocab_valid!r}, expected 0..{vocab}")
@@ -135,8 +137,9 @@ def vocab_winners(
 
 def join_winners(keys):
     """(ids int64 [...], scores float32 [...]) of the keys [T, ...] that T shards have found."""
-    if keys.dtype != torch.int64 or keys.dim() == 0:
-        raise TypeError(f"join_winners: keys: got {keys.dtype}, expected int64 [T, ...]")
+    checks.dtype("join_winners", "keys", keys, (torch.int64,))
+    if keys.dim() == 0 or keys.size(0) == 0:
+        raise ValueError(f"join_winners: keys: got shape {list(keys.shape)}, expected [T, ...]")
     key = keys.amax(0)
     ids = 0xFFFFFFFF - (key & 0xFFFFFFFF)
     ordered = (key >> 32) + 2**31  # 0 .. 2^32 - 1, as common/argmax_key.h orders floats
@@ -156,14 +159,20 @@ def join_shortlists(ids, scores, size):
 
     Returns:
         (ids int32 [..., size] in ascending order, their scores).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
     """
+    for name, value in (("ids", ids), ("scores", scores)):
+        if not isinstance(value, torch.Tensor):
+            got = type(value).__name__
+            raise TypeError(f"join_shortlists: {name}: got {got}, expected a tensor [T, ..., M]")
     if ids.shape != scores.shape or ids.dim() < 2:
         raise ValueError(
             f"join_shortlists: ids: got shapes {list(ids.shape)} and {list(scores.shape)}, "
             f"expected [T, ..., M] twice"
         )
-    if not 1 <= size <= ids.size(0) * ids.size(-1):
-        raise ValueError(f"join_shortlists: size: got {size}, expected 1..{ids[..., 0].numel()}")
+    checks.integer("join_shortlists", "size", size, 1, ids.size(0) * ids.size(-1))
     flat = ids.movedim(0, -2).flatten(-2)
     values = scores.movedim(0, -2).flatten(-2)
     flat, order = flat.sort(dim=-1)

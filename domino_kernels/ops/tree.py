@@ -134,12 +134,13 @@ def build_tree(
         checks.tensor(op, "scores", scores, (batch, count), torch.float32, device)
     if count > _MAX_CANDIDATES:
         raise ValueError(f"{op}: tokens: got C = {count}, expected at most {_MAX_CANDIDATES}")
-    if not 1 <= num_nodes <= _MAX_NODES:
-        raise ValueError(f"{op}: num_nodes: got {num_nodes}, expected 1 to {_MAX_NODES}")
-    if mask not in _MASKS:
+    checks.integer(op, "num_nodes", num_nodes, 1, _MAX_NODES)
+    if not isinstance(mask, str) or mask not in _MASKS:
         raise ValueError(f"{op}: mask: got {mask!r}, expected one of {', '.join(_MASKS)}")
     if (columns is not None) != (mask == "full"):
         raise ValueError(f"{op}: columns: got {columns}, expected it with mask='full' alone")
+    if columns is not None:
+        checks.integer(op, "columns", columns, num_nodes, 2**31 - 1)
     shapes = _tree_shapes(batch, num_nodes, mask, columns)
     if out is None:
         made = (None if s is None else torch.empty(s[0], dtype=s[1], device=device) for s in shapes)
@@ -214,13 +215,22 @@ def compact_accepted(path, num_accepted, *tensors, out=None):
             raise ValueError(f"{op}: {name}: got {value.device}, expected {path.device}")
         if value.numel() and not value[0, 0].is_contiguous():
             raise ValueError(f"{op}: {name}: got strides {value.stride()}, expected whole rows")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{op}: {name}: got a tensor that requires grad, expected none: the op has no "
+                f"gradient (call it under torch.no_grad())"
+            )
     if out is None:
         out = tuple(t.new_empty(batch, width, *t.shape[2:]) for t in tensors)
     else:
-        for i, (value, like) in enumerate(zip(out, tensors, strict=True)):
+        if len(out) != len(tensors):
+            raise ValueError(f"{op}: out: got {len(out)} tensors, expected {len(tensors)}")
+        for i, (value, like) in enumerate(zip(out, tensors)):
             name = f"out[{i}]"
             checks.tensor(op, name, value, (batch, width, *like.shape[2:]), like.dtype, path.device)
             checks.contiguous(op, name, value)
+    if tensors[0].size(1) == 0:  # no rows to read
+        return tuple(value.zero_() for value in out)
     _compact_accepted(path, num_accepted, tensors, out)
     return tuple(out)
 
@@ -296,6 +306,8 @@ def kv_move(caches, path, num_accepted, start, *, layout="NHD", page_table=None)
     checks.contiguous(op, "start", start)
     if layout not in ("NHD", "HND"):
         raise ValueError(f"{op}: layout: got {layout!r}, expected 'NHD' or 'HND'")
+    if not isinstance(caches, (list, tuple, torch.Tensor)):
+        raise TypeError(f"{op}: caches: got {type(caches).__name__}, expected a list of tensors")
     caches = list(caches)
     if not caches:
         raise ValueError(f"{op}: caches: got none, expected keys and values")

@@ -105,6 +105,9 @@ def _launch_verify_chain(
     workspace,
 ):
     ragged = cu_rows is not None
+    if rules is not None and draft_logprob is not None:
+        # the block rule reads rows of q, and there are none: an unknown rule, which has a status
+        rules = rules.masked_fill((rules == VerifyRule.BLOCK) & (temperature != 0), 255)
     code = _C.verify_chain(
         tokens=tokens.data_ptr(),
         num_accepted=num_accepted.data_ptr(),
@@ -236,6 +239,15 @@ def _check_result(op, out, batch, drafts, device, logprobs, top_logprobs):
             checks.contiguous(op, f"out.{name}", value)
 
 
+def _check_workspace(op, workspace, batch, drafts, vocab, dense, device):
+    (size,) = checks.sizes(op, "workspace", workspace, "[words]")
+    if device.type == "cuda":
+        needed = _workspace_words(batch, drafts, vocab, dense)
+        if size < needed:
+            raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
+    checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
+
+
 def _check_draft_law(op, draft_logits, draft_ids, draft_logprob, shape, device):
     """Dense logits, a pool, or scalars; returns whether q is dense."""
     batch, drafts, vocab = shape
@@ -334,7 +346,7 @@ def verify_chain(
             outside the vocabulary are unused entries.
         draft_logprob: [B, K] float32, log q of each draft and nothing else. A rejected draft is
             not replaced: status NEEDS_RESIDUAL, and residual_sample draws the token from the one
-            row of q that it needs. Not with rule "block".
+            row of q that it needs. Not with rule "block" (in a tensor of rules: BAD_PARAMETER).
         draft_temperature: [B] float32, q = softmax(draft_logits / draft_temperature); 0: one-hot;
             None: the target's temperature.
         top_k: [B] int32, <= 0: off. Ties with the k-th logit are kept.
@@ -354,7 +366,7 @@ def verify_chain(
         vocab_valid: int, the vocabulary without its padding; ids from there on do not exist.
         num_active: [1] int32: requests from there on are inactive and emit nothing.
         keying: None, or "block" / "position" as the drafter's noise was keyed: an error where the
-            rule needs the other one.
+            rule needs the other one. Not looked at for a tensor of rules.
         logprobs: False: no chosen_logprob; greedy requests then need no sums.
         top_logprobs: n likeliest tokens of each emitted token's row, with their log p.
         cu_rows: [B + 1] int32: request b owns rows cu_rows[b] .. cu_rows[b + 1] - 1 of
@@ -404,20 +416,22 @@ def verify_chain(
         rules = rule
         checks.tensor(op, "rule", rules, (batch,), torch.uint8, device)
         checks.contiguous(op, "rule", rules)
-    elif rule in _RULES:
+    elif isinstance(rule, str) and rule in _RULES:
         code = _RULES[rule]
         own = "position" if code in _POSITION_RULES else "block"
         if keying is not None and code and keying != own:
             raise ValueError(f"{op}: keying: got {keying!r}, expected {own!r} with rule={rule!r}")
     else:
         raise ValueError(f"{op}: rule: got {rule!r}, expected one of {', '.join(_RULES)}")
+    if keying not in (None, "block", "position"):
+        raise ValueError(f"{op}: keying: got {keying!r}, expected None, 'block' or 'position'")
     if filter_order not in _ORDERS:
         orders = ", ".join(_ORDERS)
         raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
 
     wide = vocab if vocab_valid is None else vocab_valid
-    if not 1 <= wide <= vocab:
-        raise ValueError(f"{op}: vocab_valid: got {wide}, expected 1 to V = {vocab}")
+    if not isinstance(wide, int) or not 1 <= wide <= vocab:
+        raise ValueError(f"{op}: vocab_valid: got {wide!r}, expected 1 to V = {vocab}")
     dense = False
     if rules is not None or code:
         checks.tensor(op, "temperature", temperature, (batch,), torch.float32, device)
@@ -467,8 +481,7 @@ def verify_chain(
     if grammar_mask is not None:
         shape = (*target_logits.shape[:-1], words)
         checks.tensor(op, "grammar_mask", grammar_mask, shape, torch.int32, device)
-    if not 0 <= top_logprobs <= 128:
-        raise ValueError(f"{op}: top_logprobs: got {top_logprobs}, expected 0 to 128")
+    checks.integer(op, "top_logprobs", top_logprobs, 0, 128)
 
     if out is None:
         out = _empty_result(batch, drafts, device, logprobs=logprobs, top_logprobs=top_logprobs)
@@ -476,11 +489,8 @@ def verify_chain(
         _check_result(op, out, batch, drafts, device, logprobs, top_logprobs)
     if workspace is None:
         workspace = verify_chain_workspace(batch, drafts, wide, dense=dense, device=device)
-    elif device.type == "cuda":
-        size, needed = workspace.numel(), _workspace_words(batch, drafts, wide, dense)
-        if size < needed:
-            raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
-        checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
+    else:
+        _check_workspace(op, workspace, batch, drafts, wide, dense, device)
     _verify_chain(
         target_logits,
         draft_tokens,
@@ -555,12 +565,12 @@ def noise(seed, block_start, i, purpose, count, *, kind="words", out=None):
     (batch,) = checks.sizes(op, "seed", seed, "[B]")
     checks.tensor(op, "seed", seed, (batch,), torch.int64, seed.device)
     checks.tensor(op, "block_start", block_start, (batch,), torch.int64, seed.device)
-    if not 0 <= i < 1 << 24:
-        raise ValueError(f"{op}: i: got {i}, expected 0 to 2**24 - 1")
+    if not isinstance(i, int) or not 0 <= i < 1 << 24:
+        raise ValueError(f"{op}: i: got {i!r}, expected 0 to 2**24 - 1")
     if not rng.DRAFT_TOKEN <= purpose <= rng.POSITION_DRAW:
         raise ValueError(f"{op}: purpose: got {purpose}, expected a constant of domino_kernels.rng")
-    if not 0 <= count <= 1 << 34:
-        raise ValueError(f"{op}: count: got {count}, expected 0 to 2**34")
+    if not isinstance(count, int) or not 0 <= count <= 1 << 34:
+        raise ValueError(f"{op}: count: got {count!r}, expected 0 to 2**34")
     if kind not in _NOISE_KINDS:
         raise ValueError(f"{op}: kind: got {kind!r}, expected one of {', '.join(_NOISE_KINDS)}")
     dtype = torch.int64 if kind == "words" else torch.float32

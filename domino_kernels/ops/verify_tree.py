@@ -294,6 +294,8 @@ def verify_tree(
         rows, vocab = checks.sizes(op, "target_logits", target_logits, "[R, V]")
         lead = (rows,)
         batch = checks.sizes(op, "cu_nodes", cu_nodes, "[B + 1]")[0] - 1
+        if batch < 0:
+            raise ValueError(f"{op}: cu_nodes: got shape [0], expected [B + 1]")
         if not isinstance(width, int):
             raise TypeError(f"{op}: width: got {width!r}, expected an integer with cu_nodes")
     device = target_logits.device
@@ -307,7 +309,7 @@ def verify_tree(
     checks.tensor(op, "parents", parents, lead, torch.int32, device)
     if ragged:
         checks.tensor(op, "cu_nodes", cu_nodes, (batch + 1,), torch.int32, device)
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise ValueError(f"{op}: rule: got {rule!r}, expected one of {', '.join(RULES)}")
     if temperature is None and rule != "greedy":
         raise TypeError(f"{op}: temperature: got None, expected a tensor with rule {rule!r}")
@@ -333,6 +335,10 @@ def verify_tree(
                 f"{op}: draft_pool, draft_logits: got both or none, expected one with rule {rule!r}"
             )
         if draft_pool is not None:
+            if not isinstance(draft_pool, (tuple, list)) or len(draft_pool) != 2:
+                raise TypeError(
+                    f"{op}: draft_pool: got {type(draft_pool).__name__}, expected (ids, logits)"
+                )
             pool_ids, pool_logits = draft_pool
             pool = checks.sizes(op, "draft_pool ids", pool_ids, "[B, N, M]"[3 * ragged :])[-1]
             if not 1 <= pool <= _MAX_POOL:
