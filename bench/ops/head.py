@@ -127,7 +127,7 @@ EXACT = {
 }
 POOLED = {"graph-pool": (peers.pool, {"M": 2048})}
 PEERS = {"exact": EXACT, "pool": POOLED, "sampled": {}}
-# slow to time or to compile and nowhere the fastest: at the shapes that the bars name only
+# slow to time or to compile and nowhere the fastest: at the shapes of the README's table only
 SLOW = ("eager", "compile", "compile-table", "cudnn")
 BARS = {("qwen3-8b", batch) for batch in (1, 8, 64)}
 # winners outside the pool change nothing for the peers, which score all ids
@@ -250,7 +250,7 @@ def draft_chain_case(model, batch, case="exact", restarts=0):
 
 
 def cases():
-    """The shapes that the bars name first."""
+    """The shapes of the README's table first."""
     for model, batch in sorted(BARS):
         for case in MODES:
             yield draft_chain_case(model, batch, case)

@@ -247,7 +247,7 @@ def row_stats_case(batch, model="qwen3"):
 
 
 def cases():
-    """The rows that a bar names come first, so that a run cut short has them."""
+    """The rows of the README's table come first, so that a run cut short has them."""
     case = verify_chain_case
     for accepted in ("mean", "all", "none"):
         for batch in BATCHES:

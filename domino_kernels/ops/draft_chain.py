@@ -361,7 +361,7 @@ def draft_chain_out(
 
     Every tensor is read when the work runs: a graph's replay sees what they hold then.
 
-    Args:
+    Args: as in `draft_chain`, and
         out: DraftResult of contiguous tensors (`DraftResult.empty`), whose width is num_drafts.
         plan: ChainPlan for at least these sizes.
 

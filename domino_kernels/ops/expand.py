@@ -363,7 +363,7 @@ def expand_out(
 ):
     """`expand` into memory of the caller: no allocation, no synchronisation, for CUDA graphs.
 
-    Args:
+    Args: as in `expand`, and
         out: Expansion of tensors to write: tokens, log_probs and log_remaining contiguous; states
             with rows that may be strided, so that they may be rows of `states` that no path of this
             call starts from; scores contiguous, or None.
@@ -371,6 +371,12 @@ def expand_out(
             `verify_tree` wants the draft's law.
         workspace: from `expand_workspace`, at least for this call. Calls that may run at the same
             time, graph replays among them, need one each.
+
+    Returns:
+        out.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
     """
     op = "expand"
     batch, paths = checks.sizes(op, "token", token, "[B, W]")

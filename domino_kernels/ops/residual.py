@@ -48,7 +48,8 @@ def residual_sample(
         rejected: [B] int64, the draft that was rejected.
         slot: [B] int32, num_accepted where status has NEEDS_RESIDUAL, -1 elsewhere: nothing is
             drawn.
-        temperature, seed, block_start, filters, logit_bias, vocab_valid: as in verify_chain.
+        temperature, seed, block_start, top_k, top_p, min_p, filter_order, logit_bias, vocab_valid:
+            as in verify_chain.
         draft_logits: [B, V], the row of q; [B, M] with draft_ids; None: one-hot.
         draft_ids: [B, M] int32.
         draft_temperature: [B] float32; None: the target's temperature.

@@ -136,7 +136,10 @@ def vocab_winners(
 
 
 def join_winners(keys):
-    """(ids int64 [...], scores float32 [...]) of the keys [T, ...] that T shards have found."""
+    """(ids int64 [...], scores float32 [...]) of the keys [T, ...] that T shards have found.
+
+    A score of NaN: all scores were. TypeError, ValueError: keys are not int64, or of no shard.
+    """
     checks.dtype("join_winners", "keys", keys, (torch.int64,))
     if keys.dim() == 0 or keys.size(0) == 0:
         raise ValueError(f"join_winners: keys: got shape {list(keys.shape)}, expected [T, ...]")

@@ -190,7 +190,10 @@ def _workspace_words(batch, drafts, vocab, dense):
 
 
 def verify_chain_workspace(batch, drafts, vocab, *, dense=False, device):
-    """Scratch memory that one verify_chain call of this size uses; `dense`: q is [B, K, V]."""
+    """Scratch memory that one verify_chain call of this size uses: int64, of any content.
+
+    batch, drafts, vocab: B, K and V (vocab_valid where that is given); dense: q is [B, K, V].
+    """
     cuda = torch.device(device).type == "cuda"  # the CPU twin needs none
     words = _workspace_words(batch, drafts, vocab, dense) if cuda else 0
     return torch.empty(words, dtype=torch.int64, device=device)
