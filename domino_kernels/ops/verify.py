@@ -243,11 +243,13 @@ def _check_result(op, out, batch, drafts, device, logprobs, top_logprobs):
 
 
 def _check_workspace(op, workspace, batch, drafts, vocab, dense, device):
-    (size,) = checks.sizes(op, "workspace", workspace, "[words]")
-    if device.type == "cuda":
-        needed = _workspace_words(batch, drafts, vocab, dense)
-        if size < needed:
-            raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
+    if not isinstance(workspace, torch.Tensor):
+        raise TypeError(f"{op}: workspace: got {type(workspace).__name__}, expected a tensor")
+    if device.type != "cuda":  # the CPU twin needs none
+        return
+    size, needed = workspace.numel(), _workspace_words(batch, drafts, vocab, dense)
+    if size < needed:
+        raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
     checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
 
 
@@ -426,7 +428,7 @@ def verify_chain(
             raise ValueError(f"{op}: keying: got {keying!r}, expected {own!r} with rule={rule!r}")
     else:
         raise ValueError(f"{op}: rule: got {rule!r}, expected one of {', '.join(_RULES)}")
-    if keying not in (None, "block", "position"):
+    if keying is not None and keying not in ("block", "position"):
         raise ValueError(f"{op}: keying: got {keying!r}, expected None, 'block' or 'position'")
     if filter_order not in _ORDERS:
         orders = ", ".join(_ORDERS)
