@@ -20,6 +20,34 @@ inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(s
 // Status of the launch just made. It also clears the error, so that it is not reported twice.
 inline int launched() { return static_cast<int>(cudaGetLastError()); }
 
+// What launchers ask of a device.
+struct DeviceInfo {
+  int processors = 0;
+  int major = 0;          // compute capability
+  int shared_memory = 0;  // bytes that a block may have
+};
+
+// Of the current device. A thread asks the runtime once for as long as it stays on one device.
+inline int current_device(DeviceInfo* out) {
+  thread_local int known = -1;
+  thread_local DeviceInfo device;
+  int index = 0;
+  if (const int status = cudaGetDevice(&index); status != kOk) return status;
+  if (index != known) {
+    known = -1;
+    const auto ask = [&](cudaDeviceAttr attribute, int* value) {
+      return static_cast<int>(cudaDeviceGetAttribute(value, attribute, index));
+    };
+    int status = ask(cudaDevAttrMultiProcessorCount, &device.processors);
+    if (status == kOk) status = ask(cudaDevAttrComputeCapabilityMajor, &device.major);
+    if (status == kOk) status = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, &device.shared_memory);
+    if (status != kOk) return status;
+    known = index;
+  }
+  *out = device;
+  return kOk;
+}
+
 struct LaunchShape {
   dim3 grid;
   int threads;

@@ -26,11 +26,10 @@ int dispatch_rows(const VerifyChainParams& p, bool plain, Fn fn) {
 template <class... Params, class... Args>
 int launch_behind(void (*kernel)(VerifyChainParams, Params...), const VerifyChainParams& p,
                   int64_t groups, bool clustered, int threads, void* stream, Args... args) {
-  int device = 0, major = 0, size = 1;
-  if (const int status = cudaGetDevice(&device); status != kOk) return status;
-  if (const int status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-      status != kOk)
-    return status;
+  int size = 1;
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
+  const int major = device.major;
   const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk);
   // as many blocks a row as keep the device busy; more than 8 is for the data centre parts alone,
   // and only a few such clusters fit at a time

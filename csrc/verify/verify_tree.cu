@@ -11,22 +11,7 @@ bool has_filters(const VerifyTreeParams& p) {
   return p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
 }
 
-struct Device {
-  int major = 0;
-  int processors = 0;
-};
-
-int find_device(Device* out) {
-  int device = 0;
-  if (const int status = cudaGetDevice(&device); status != kOk) return status;
-  if (const int status =
-          cudaDeviceGetAttribute(&out->major, cudaDevAttrComputeCapabilityMajor, device);
-      status != kOk)
-    return status;
-  return cudaDeviceGetAttribute(&out->processors, cudaDevAttrMultiProcessorCount, device);
-}
-
-int launch_rows(const VerifyTreeParams& p, bool of_target, const Device& device,
+int launch_rows(const VerifyTreeParams& p, bool of_target, const DeviceInfo& device,
                 cudaStream_t stream) {
   const int64_t rows = p.batch * p.width, row_chunks = ceil_div<int64_t>(p.vocab, kChunk);
   // blocks to a row: all of a small batch at once, a few of a large one, so that verdicts come
@@ -45,7 +30,7 @@ int launch_rows(const VerifyTreeParams& p, bool of_target, const Device& device,
   });
 }
 
-int launch_cuts(const VerifyTreeParams& p, const Device& device, cudaStream_t stream) {
+int launch_cuts(const VerifyTreeParams& p, const DeviceInfo& device, cudaStream_t stream) {
   int size = 1;
   const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk), nodes = p.batch * p.width;
   if (device.major >= 9)
@@ -76,8 +61,8 @@ int verify_tree_cuda(const VerifyTreeParams& p, void* raw_stream) {
     return kBadArgument;
   if (p.batch == 0) return kOk;
   const cudaStream_t stream = as_stream(raw_stream);
-  Device device;
-  if (const int status = find_device(&device); status != kOk) return status;
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   const bool overlap = device.major >= 9;
   if (const int status = launch_rows(p, true, device, stream); status != kOk) return status;
   if (has_filters(p)) {
