@@ -48,13 +48,19 @@ def _returns_nothing(*args, **kwargs):
     return None
 
 
-def target(tensor):
-    """The keywords `device` and `stream` of a `_C` call: -1 and 0 run the CPU twin."""
+def place(tensor):
+    """What `_C` takes as `device` and `stream`: -1 and 0 run the CPU twin."""
     if not tensor.is_cuda:
-        return {"device": -1, "stream": 0}
+        return -1, 0
     index = tensor.get_device()
     # what torch.cuda.current_stream(index).cuda_stream returns, without building a Stream object
-    return {"device": index, "stream": torch._C._cuda_getCurrentRawStream(index)}
+    return index, torch._C._cuda_getCurrentRawStream(index)
+
+
+def target(tensor):
+    """`place` as keywords, which costs a call with fifty others of them 1 us more."""
+    device, stream = place(tensor)
+    return {"device": device, "stream": stream}
 
 
 def pointer(tensor):

@@ -18,6 +18,15 @@ def sizes(op, name, value, layout):
 
 def tensor(op, name, value, shape, dtype, device):
     """Shape, dtype and device as given, last dimension contiguous, and no gradient asked for."""
+    if (  # the passing path: each question costs 35 to 75 ns
+        isinstance(value, torch.Tensor)
+        and value.shape == shape
+        and value.dtype is dtype
+        and value.device == device
+        and value.is_contiguous()
+        and not value.requires_grad
+    ):
+        return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name}: got {type(value).__name__}, expected a tensor")
     if value.shape != shape:
@@ -26,7 +35,6 @@ def tensor(op, name, value, shape, dtype, device):
         raise TypeError(f"{op}: {name}: got {value.dtype}, expected {dtype}")
     if value.device != device:
         raise ValueError(f"{op}: {name}: got a tensor on {value.device}, expected {device}")
-    # is_contiguous() first: it is the common case, and asking costs half of stride(-1)
     if not value.is_contiguous() and value.stride(-1) != 1 and shape[-1] > 1:
         raise ValueError(
             f"{op}: {name}: got strides {value.stride()}, expected a contiguous last dimension"
@@ -36,6 +44,19 @@ def tensor(op, name, value, shape, dtype, device):
             f"{op}: {name}: got a tensor that requires grad, expected none: the op has no "
             f"gradient (call it under torch.no_grad())"
         )
+
+
+def output(op, name, value, shape, dtype, device):
+    """A contiguous tensor to write."""
+    if not (
+        isinstance(value, torch.Tensor)
+        and value.shape == shape
+        and value.dtype is dtype
+        and value.device == device
+        and value.is_contiguous()
+    ):
+        tensor(op, name, value, shape, dtype, device)
+        contiguous(op, name, value)
 
 
 def contiguous(op, name, value):

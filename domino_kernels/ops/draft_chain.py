@@ -8,7 +8,7 @@ from domino_kernels import _C
 from domino_kernels.ops import checks
 from domino_kernels.ops.draft_chain_triton import launch_triton, triton_workspace_bytes
 from domino_kernels.ops.head_weights import LOW_RANK, HeadWeights
-from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
+from domino_kernels.torch_library import DTYPES, check_status, define, place
 
 POOLS = ("block", "slot")
 BACKENDS = ("cuda", "triton")
@@ -81,8 +81,10 @@ class ChainPlan:
         pool_size = _pool_size(op, pool_size, batch, weights.vocab_size)
         pools = num_drafts if _slot_pools(op, pool) else 1
         self.backend = backend
-        size = _workspace_bytes(batch, num_drafts, pool_size, pools, weights, backend)
-        self.workspace = torch.empty(size, dtype=torch.uint8, device=weights.device)
+        # asked for once more where a call's sizes are others
+        self.made_for = weights, batch, num_drafts, pool_size, pools
+        self.size = _workspace_bytes(batch, num_drafts, pool_size, pools, weights, backend)
+        self.workspace = torch.empty(self.size, dtype=torch.uint8, device=weights.device)
         kept = _kept_bytes(weights)
         self.workspace[:kept].zero_()
         self.scratch = self.workspace[kept:]  # nothing in here outlives a call
@@ -128,7 +130,8 @@ def _launch(
             f"draft_chain: workspace: got address {workspace.data_ptr():#x}, "
             f"expected 16-byte alignment"
         )
-    # shapes and strides unpacked: half the host time of size(i) and stride(i) for each
+    device, stream = place(tokens)
+    # shapes and strides unpacked, pointers without a function: half the host time of these lines
     batch, drafts = tokens.shape
     vocab, rank = w2.shape
     base_batch_stride, base_slot_stride, _ = base_logits.stride()
@@ -138,25 +141,25 @@ def _launch(
         tokens=tokens.data_ptr(),
         scores=scores.data_ptr(),
         restarts=restarts.data_ptr(),
-        log_probs=pointer(log_probs),
-        pool_ids=pointer(pool_ids),
-        pool_logits=pointer(pool_logits),
+        log_probs=0 if log_probs is None else log_probs.data_ptr(),
+        pool_ids=0 if pool_ids is None else pool_ids.data_ptr(),
+        pool_logits=0 if pool_logits is None else pool_logits.data_ptr(),
         workspace=workspace.data_ptr(),
         base_logits=base_logits.data_ptr(),
-        hidden=pointer(hidden),
+        hidden=0 if hidden is None else hidden.data_ptr(),
         anchor=anchor.data_ptr(),
-        w_ih=pointer(w_ih),
-        w_hh=pointer(w_hh),
-        w1=pointer(w1),
+        w_ih=0 if w_ih is None else w_ih.data_ptr(),
+        w_hh=0 if w_hh is None else w_hh.data_ptr(),
+        w1=0 if w1 is None else w1.data_ptr(),
         w2=w2.data_ptr(),
         embedding=embedding.data_ptr(),
-        table=pointer(table),
-        temperature=pointer(temperature),
-        seed=pointer(seed),
-        block_start=pointer(block_start),
-        num_active=pointer(num_active),
-        mask=pointer(mask),
-        bias=pointer(bias),
+        table=0 if table is None else table.data_ptr(),
+        temperature=0 if temperature is None else temperature.data_ptr(),
+        seed=0 if seed is None else seed.data_ptr(),
+        block_start=0 if block_start is None else block_start.data_ptr(),
+        num_active=0 if num_active is None else num_active.data_ptr(),
+        mask=0 if mask is None else mask.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
         batch=batch,
         drafts=drafts,
         first_slot=0 if shift_label else 1,
@@ -180,7 +183,8 @@ def _launch(
         bias_stride=0 if bias is None else bias.stride(0),
         dtype=DTYPES[w2.dtype],
         base_dtype=DTYPES[base_logits.dtype],
-        **target(tokens),
+        device=device,
+        stream=stream,
     )
     check_status("draft_chain", status)
 
@@ -375,15 +379,16 @@ def draft_chain_out(
     _check_weights(op, weights)
     if not isinstance(out, DraftResult):
         raise TypeError(f"{op}: out: got {type(out).__name__}, expected a DraftResult")
-    dtype, device, vocab = weights.dtype, weights.device, weights.vocab_size
+    w2, hidden_size = weights.w2, weights.hidden_size
+    dtype, device, (vocab, _) = w2.dtype, w2.device, w2.shape
     batch, slots, _ = checks.sizes(op, "base_logits", base_logits, "[B, S, V]")
     drafts = checks.sizes(op, "out.tokens", out.tokens, "[B, K]")[1]
     checks.dtype(op, "base_logits", base_logits, {dtype: None, torch.float32: None})
     checks.tensor(op, "base_logits", base_logits, (batch, slots, vocab), base_logits.dtype, device)
-    if weights.hidden_size == 0:
+    if hidden_size == 0:
         hidden = None
     else:
-        checks.tensor(op, "hidden", hidden, (batch, slots, weights.hidden_size), dtype, device)
+        checks.tensor(op, "hidden", hidden, (batch, slots, hidden_size), dtype, device)
     checks.tensor(op, "anchor", anchor, (batch,), torch.int64, device)
     most = slots if shift_label else slots - 1
     if not 1 <= drafts <= most:
@@ -401,13 +406,14 @@ def draft_chain_out(
     slot_pools = _slot_pools(op, pool)
     pool_size = _pool_size(op, pool_size, batch, vocab_valid)
 
-    result = [("tokens", torch.int64, (batch, drafts)), ("scores", torch.float32, (batch, drafts))]
-    result.append(("restarts", torch.int32, (batch,)))
+    wide = batch, drafts
+    checks.output(op, "out.tokens", out.tokens, wide, torch.int64, device)
+    checks.output(op, "out.scores", out.scores, wide, torch.float32, device)
+    checks.output(op, "out.restarts", out.restarts, (batch,), torch.int32, device)
     law = (None, None, None)
     if temperature is not None:
         if device.type == "cuda" and dtype == torch.float32:
             raise TypeError(f"{op}: temperature: got float32 weights on a GPU, expected half ones")
-        law = out[3:]
         if exact:
             raise ValueError(f"{op}: exact: got True with temperature, expected exact=False")
         for name, value, kind in (
@@ -417,13 +423,15 @@ def draft_chain_out(
         ):
             checks.tensor(op, name, value, (batch,), kind, device)
             checks.contiguous(op, name, value)
-        result.append(("log_probs", torch.float32, (batch, drafts)))
-        result.append(("pool_ids", torch.int32, (batch, drafts, pool_size)))
-        result.append(("pool_logits", torch.float32, (batch, drafts, pool_size)))
-    for name, kind, shape in result:
-        value = getattr(out, name)
-        checks.tensor(op, f"out.{name}", value, shape, kind, device)
-        checks.contiguous(op, f"out.{name}", value)
+        law = out[3:]
+        pools = (batch, drafts, pool_size)
+        for name, kind, shape, value in zip(
+            ("log_probs", "pool_ids", "pool_logits"),
+            (torch.float32, torch.int32, torch.float32),
+            (wide, pools, pools),
+            law,
+        ):
+            checks.output(op, f"out.{name}", value, shape, kind, device)
     if num_active is not None:
         checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
     if mask is not None:
@@ -434,7 +442,9 @@ def draft_chain_out(
         raise TypeError(f"{op}: plan: got {type(plan).__name__}, expected ChainPlan")
     workspace = plan.workspace
     pools = drafts if slot_pools else 1
-    need = _workspace_bytes(batch, drafts, pool_size, pools, weights, plan.backend)
+    need = plan.size
+    if (weights, batch, drafts, pool_size, pools) != plan.made_for:
+        need = _workspace_bytes(batch, drafts, pool_size, pools, weights, plan.backend)
     if workspace.device != device or workspace.numel() < need:
         raise ValueError(
             f"{op}: plan: got {workspace.numel()} bytes on {workspace.device}, expected at least "

@@ -6,13 +6,8 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
-from domino_kernels.ops.verify import (
-    _MAX_VOCAB,
-    _check_workspace,
-    _pointer,
-    verify_chain_workspace,
-)
-from domino_kernels.torch_library import DTYPES, check_status, define, target
+from domino_kernels.ops.verify import _MAX_VOCAB, _check_workspace, verify_chain_workspace
+from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
 PARTIAL_WORDS = 5
 
@@ -51,15 +46,15 @@ def _launch(
     code = function(
         lse=lse.data_ptr(),
         argmax=argmax.data_ptr(),
-        logprob=_pointer(logprob),
+        logprob=pointer(logprob),
         status=status.data_ptr(),
         partials=partials.data_ptr(),
-        top_ids=_pointer(top_ids),
-        top_logprob=_pointer(top_logprob),
-        workspace=_pointer(workspace),
-        logits=_pointer(logits),
-        tokens=_pointer(tokens),
-        temperature=_pointer(temperature),
+        top_ids=pointer(top_ids),
+        top_logprob=pointer(top_logprob),
+        workspace=pointer(workspace),
+        logits=pointer(logits),
+        tokens=pointer(tokens),
+        temperature=pointer(temperature),
         rows=lse.size(0),
         vocab=vocab,
         vocab_start=vocab_start,
