@@ -66,7 +66,9 @@ PYBIND11_MODULE(_C, m) {
       field("pool_ids", &DraftChainParams::pool_ids),
       field("restarts", &DraftChainParams::restarts),
       field("pool_logits", &DraftChainParams::pool_logits),
-      field("log_probs", &DraftChainParams::log_probs), field("dtype", &DraftChainParams::dtype),
+      field("log_probs", &DraftChainParams::log_probs),
+      field("dense_logits", &DraftChainParams::dense_logits),
+      field("dtype", &DraftChainParams::dtype),
       field("base_dtype", &DraftChainParams::base_dtype));
   m.def(
       "draft_chain_workspace",

@@ -72,6 +72,7 @@ def draft_chain(
     restarts: int,
     pool_logits: int,
     log_probs: int,
+    dense_logits: int,
     dtype: int,
     base_dtype: int,
     device: int,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_draft_chain import DTYPES, EPSILON, arrays, make, name_of
 
-from domino_kernels import ChainPlan, DraftResult, draft_chain, draft_chain_out
+from domino_kernels import ChainPlan, DraftResult, draft_chain, draft_chain_out, verify_chain
 from domino_kernels.reference.head import Drawn, replay_chain, top_pool
 from domino_kernels.testing import to_numpy
 
@@ -220,6 +220,63 @@ def test_drawn(shift_label, prefix, drafts, batch, pool, size, dtype, device, ge
     )
 
 
+@pytest.mark.parametrize("pool", ["block", "slot"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_q(dtype, pool, device, generator):
+    """The pool's law over the vocabulary, and the same verdicts from it as from the pool."""
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("drafts are drawn by the block form")
+    batch, drafts, vocab = 6, 4, SIZES["V"]
+    inputs = with_table(make(generator, dtype, device, B=batch, **SIZES))
+    arguments = drawn_arguments(batch, device)
+    active = torch.tensor([batch - 1], dtype=torch.int32, device=device)
+    options = dict(num_drafts=drafts, pool_size=40, pool=pool)
+    out = DraftResult.empty(
+        inputs[3], batch, num_drafts=drafts, pool_size=40, sampled=True, dense_q=True
+    )
+    out.dense_logits.fill_(7.0)
+    draft_chain_out(
+        *inputs,
+        out=out,
+        plan=ChainPlan(inputs[3], batch, **options),
+        num_active=active,
+        pool_size=40,
+        pool=pool,
+        **arguments,
+    )
+    expected = torch.full((batch, drafts, vocab), -torch.inf)
+    ids, logits = (t[:-1].cpu() for t in (out.pool_ids, out.pool_logits))
+    expected[:-1].scatter_(2, ids.long(), logits)
+    expected[-1] = 7.0  # not active
+    assert torch.equal(out.dense_logits.cpu(), expected)
+
+    result = draft_chain(*inputs, **options, **arguments, return_dense_q=True)
+    assert torch.equal(result.dense_logits[:-1].cpu(), expected[:-1])
+    # targets near the drafts' law, so that walks of all lengths occur
+    noise = torch.randn(batch, drafts + 1, vocab, generator=generator).to(device)
+    target = inputs[0][:, : drafts + 1].float() + noise
+    verify = dict(
+        temperature=torch.full((batch,), 0.8, device=device),
+        block_start=arguments["block_start"],
+        draft_temperature=arguments["temperature"],
+    )
+    walks = set()
+    for rule in ("token", "block"):
+        for seed in range(20):
+            number = torch.arange(batch, device=device) + 100 * seed
+            pooled, dense = (
+                verify_chain(target, result.tokens, rule=rule, seed=number, **verify, **q)
+                for q in (
+                    dict(draft_logits=result.pool_logits, draft_ids=result.pool_ids),
+                    dict(draft_logits=result.dense_logits),
+                )
+            )
+            assert torch.equal(pooled.tokens, dense.tokens)
+            assert torch.equal(pooled.num_accepted, dense.num_accepted)
+            walks |= set(dense.num_accepted.tolist())
+    assert len(walks) > 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_draws_follow_the_law(dtype, device, generator):
     """One draft of 4000 requests that differ in their seed only."""
@@ -264,6 +321,7 @@ BAD = [
     (dict(num_active=torch.zeros(1)), TypeError, "num_active: got torch.float32, expected torch.i"),
     (dict(temperature=torch.ones(2)), ValueError, "exact: got True with temperature, expected exa"),
     (dict(temperature=torch.ones(2), exact=False), TypeError, "seed: got NoneType, expected a ten"),
+    (dict(return_dense_q=True), ValueError, "return_dense_q: got True without temperature"),
 ]
 
 

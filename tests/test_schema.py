@@ -26,7 +26,7 @@ def draft_chain(dtype, shift_label):
     weights = [torch.randn(size).to(dtype) for size in [*sizes, (vocab, hidden)]]
     workspace = torch.zeros(1 << 18, dtype=torch.uint8)
     outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
-    outputs += (torch.zeros(batch, dtype=torch.int32), None, None, None)
+    outputs += (torch.zeros(batch, dtype=torch.int32), None, None, None, None)
     anchor = torch.tensor([0, 10])
     optional = (None,) * 7  # table, temperature, seed, block_start, num_active, mask, bias
     settings = (shift_label, 1, True, False, 5, False, vocab)
@@ -34,7 +34,7 @@ def draft_chain(dtype, shift_label):
 
 
 def drawn_chain():
-    *inputs, workspace, tokens, scores, restarts, _, _, _ = draft_chain(torch.bfloat16, True)
+    *inputs, workspace, tokens, scores, restarts = draft_chain(torch.bfloat16, True)[:-4]
     warm, number = torch.tensor([0.0, 0.7]), torch.arange(2)
     inputs[10:13] = warm, number, number
     inputs[13:16] = (
@@ -44,7 +44,8 @@ def drawn_chain():
     )
     inputs[18] = False
     pool = torch.zeros(2, 3, 5, dtype=torch.int32), torch.zeros(2, 3, 5)
-    return (*inputs, workspace, tokens, scores, restarts, torch.zeros(2, 3), *pool)
+    law = torch.zeros(2, 3), *pool, torch.zeros(2, 3, 11)
+    return (*inputs, workspace, tokens, scores, restarts, *law)
 
 
 def markov_chain():

@@ -68,12 +68,13 @@ struct DraftChainParams {
   bool exact;           // certify against the whole vocabulary
   bool portable;        // nothing above sm_80, on any GPU
   // outputs besides tokens and scores, 0 where not wanted
-  int32_t* restarts;   // [batch]
-  int32_t* pool_ids;   // [batch, drafts, pool_size]: the pool of each draft (sampled)
-  float* pool_logits;  // [batch, drafts, pool_size]: score of each id of the pool (sampled)
-  float* log_probs;    // [batch, drafts]: of the id under softmax(pool_logits / temperature)
-  DType dtype;         // of hidden and the weights
-  DType base_dtype;    // of base_logits: dtype or fp32
+  int32_t* restarts;    // [batch]
+  int32_t* pool_ids;    // [batch, drafts, pool_size]: the pool of each draft (sampled)
+  float* pool_logits;   // [batch, drafts, pool_size]: score of each id of the pool (sampled)
+  float* log_probs;     // [batch, drafts]: of the id under softmax(pool_logits / temperature)
+  float* dense_logits;  // [batch, drafts, vocab]: pool_logits by id, -inf for other ids (sampled)
+  DType dtype;          // of hidden and the weights
+  DType base_dtype;     // of base_logits: dtype or fp32
   LowRank kind;
 };
 
@@ -120,7 +121,7 @@ struct DraftChainWorkspace {
 //   draft_chain_rescue   where control->aborted is set, which every launch before leaves at once:
 //   the
 //                        whole draft of all rows, one block a row
-//   draft_chain_law      drawn drafts: scores and log_probs from pool_logits
+//   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits
 // Each leaves at once where it has nothing to do.
 //
 // Score of an id, the same bits wherever it is computed: k in ascending order, 16 to an MMA
@@ -230,7 +231,7 @@ int draft_chain_certify_cuda(const ChainBlockParams& p, bool restart, void* stre
 int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);
 // The whole draft by single blocks: always, or where control->aborted.
 int draft_chain_rescue_cuda(const ChainBlockParams& p, bool always, void* stream);
-// scores and log_probs of drawn drafts, from pool_logits.
+// scores, log_probs and dense_logits of drawn drafts, from pool_logits.
 int draft_chain_law_cuda(const ChainBlockParams& p, void* stream);
 
 // Bytes of workspace that either form needs.

@@ -134,6 +134,11 @@ class DraftChain {
     std::copy_n(pool, p_.pool_size, p_.pool_ids + n * p_.pool_size);
     std::copy_n(logits.data(), p_.pool_size, p_.pool_logits + n * p_.pool_size);
     p_.log_probs[n] = pool_log_prob(logits.data(), p_.pool_size, logits[at], temperature);
+    if (!p_.dense_logits) return;
+    float* const dense = p_.dense_logits + n * p_.vocab;
+    std::fill_n(dense, p_.vocab, -INFINITY);
+    for (int64_t m = 0; m < p_.pool_size; ++m)
+      if (pool[m] >= 0) dense[pool[m]] = logits[m];
   }
 
   static float pool_log_prob(const float* logits, int64_t size, float logit, float temperature) {

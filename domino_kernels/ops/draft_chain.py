@@ -15,7 +15,7 @@ BACKENDS = ("cuda", "triton")
 
 
 class DraftResult(NamedTuple):
-    """What a draft returns besides its ids. K = num_drafts, M = pool_size.
+    """What a draft returns besides its ids. K = num_drafts, M = pool_size, V the vocabulary.
 
     tokens [B, K] int64: y_1 .. y_K.
     scores [B, K] float32: the score (corrected logit) of each.
@@ -25,6 +25,9 @@ class DraftResult(NamedTuple):
         softmax(pool_logits[b, j] / temperature[b]) on pool_ids[b, j], -1 for unused entries;
         log_probs is that of the drawn id. A row of temperature 0 takes the pool's argmax, and its
         log_probs are those at temperature 1.
+    dense_logits [B, K, V] float32: where asked for (return_dense_q), pool_logits by id and -inf
+        outside the pool: the same law for a verifier that takes no pools. `verify_chain` takes
+        either, as draft_logits with draft_ids=pool_ids, or as draft_logits alone.
     """
 
     tokens: torch.Tensor
@@ -33,12 +36,21 @@ class DraftResult(NamedTuple):
     log_probs: torch.Tensor | None
     pool_ids: torch.Tensor | None
     pool_logits: torch.Tensor | None
+    dense_logits: torch.Tensor | None = None
 
     @classmethod
     def empty(
-        cls, weights, batch, *, num_drafts=15, pool_size=None, vocab_valid=None, sampled=False
+        cls,
+        weights,
+        batch,
+        *,
+        num_drafts=15,
+        pool_size=None,
+        vocab_valid=None,
+        sampled=False,
+        dense_q=False,
     ):
-        """Memory for `draft_chain_out`."""
+        """Memory for `draft_chain_out`; dense_q: with dense_logits (4 B K V bytes), if sampled."""
         valid = weights.vocab_size if vocab_valid is None else vocab_valid
         if not isinstance(valid, int) or not 1 <= valid <= weights.vocab_size:
             raise ValueError(
@@ -53,6 +65,9 @@ class DraftResult(NamedTuple):
             new(torch.float32, batch, num_drafts) if sampled else None,
             new(torch.int32, batch, num_drafts, size) if sampled else None,
             new(torch.float32, batch, num_drafts, size) if sampled else None,
+            new(torch.float32, batch, num_drafts, weights.vocab_size)
+            if sampled and dense_q
+            else None,
         )
 
 
@@ -124,6 +139,7 @@ def _launch(
     log_probs,
     pool_ids,
     pool_logits,
+    dense_logits,
 ):
     if workspace.data_ptr() % 16:  # here, where a tensor being traced has become a real one
         raise ValueError(
@@ -144,6 +160,7 @@ def _launch(
         log_probs=0 if log_probs is None else log_probs.data_ptr(),
         pool_ids=0 if pool_ids is None else pool_ids.data_ptr(),
         pool_logits=0 if pool_logits is None else pool_logits.data_ptr(),
+        dense_logits=0 if dense_logits is None else dense_logits.data_ptr(),
         workspace=workspace.data_ptr(),
         base_logits=base_logits.data_ptr(),
         hidden=0 if hidden is None else hidden.data_ptr(),
@@ -195,8 +212,8 @@ _draft_chain = define(
     "Tensor? seed, Tensor? block_start, Tensor? num_active, Tensor? mask, Tensor? bias, "
     "bool shift_label, int pure_draft_prefix_len, bool exact, bool portable, int pool_size, "
     "bool slot_pools, int vocab_valid, Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores, "
-    "Tensor(d!) restarts, Tensor(e!)? log_probs, Tensor(f!)? pool_ids, Tensor(g!)? pool_logits) "
-    "-> ()",
+    "Tensor(d!) restarts, Tensor(e!)? log_probs, Tensor(f!)? pool_ids, Tensor(g!)? pool_logits, "
+    "Tensor(h!)? dense_logits) -> ()",
     _launch,
 )
 
@@ -225,6 +242,7 @@ def draft_chain(
     backend="cuda",
     return_scores=False,
     return_details=False,
+    return_dense_q=False,
 ):
     """The ids that the Domino head drafts behind an anchor.
 
@@ -281,6 +299,7 @@ def draft_chain(
             pools that are chosen by groups of ids, without mask, bias, vocab_valid and num_active.
         return_scores: also return the score of each id.
         return_details: return a DraftResult; so does a call with temperature.
+        return_dense_q: with temperature: also its dense_logits, 4 B K V bytes.
 
     Returns:
         tokens [B, K] int64, or (tokens, scores [B, K] float32), or a DraftResult.
@@ -305,6 +324,8 @@ def draft_chain(
             backend=backend,
         )
     sampled = temperature is not None
+    if return_dense_q and not sampled:
+        raise ValueError(f"{op}: return_dense_q: got True without temperature")
     out = DraftResult.empty(
         weights,
         batch,
@@ -312,6 +333,7 @@ def draft_chain(
         pool_size=pool_size,
         vocab_valid=vocab_valid,
         sampled=sampled,
+        dense_q=return_dense_q,
     )
     draft_chain_out(
         base_logits,
@@ -410,7 +432,7 @@ def draft_chain_out(
     checks.output(op, "out.tokens", out.tokens, wide, torch.int64, device)
     checks.output(op, "out.scores", out.scores, wide, torch.float32, device)
     checks.output(op, "out.restarts", out.restarts, (batch,), torch.int32, device)
-    law = (None, None, None)
+    law = (None, None, None, None)
     if temperature is not None:
         if device.type == "cuda" and dtype == torch.float32:
             raise TypeError(f"{op}: temperature: got float32 weights on a GPU, expected half ones")
@@ -432,6 +454,9 @@ def draft_chain_out(
             law,
         ):
             checks.output(op, f"out.{name}", value, shape, kind, device)
+        if out.dense_logits is not None:
+            dense = (batch, drafts, vocab)
+            checks.output(op, "out.dense_logits", out.dense_logits, dense, torch.float32, device)
     if num_active is not None:
         checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
     if mask is not None:
