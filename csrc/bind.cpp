@@ -16,6 +16,7 @@
 #include "verify/noise.h"
 #include "verify/row_stats.h"
 #include "verify/verify_chain.h"
+#include "verify/verify_shard.h"
 #include "verify/verify_tree.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -252,6 +253,27 @@ PYBIND11_MODULE(_C, m) {
                 field("vocab_total", &Rows::vocab_total), field("row_stride", &Rows::row_stride),
                 field("parts", &Rows::parts), field("top_logprobs", &Rows::top_logprobs),
                 field("dtype", &Rows::dtype));
+  using Shard = VerifyShardParams;
+  bind_op<Shard>(
+      m, "verify_shard", DOMINO_CUDA_LAUNCHER(verify_shard_cuda), verify_shard_cpu,
+      field("verdict", &Shard::verdict), field("status", &Shard::status),
+      field("logprob", &Shard::logprob), field("keys", &Shard::keys),
+      field("key_logprob", &Shard::key_logprob), field("partials", &Shard::partials),
+      field("target_logits", &Shard::target_logits), field("draft_tokens", &Shard::draft_tokens),
+      field("temperature", &Shard::temperature), field("seed", &Shard::seed),
+      field("block_start", &Shard::block_start), field("draft_logits", &Shard::draft_logits),
+      field("draft_ids", &Shard::draft_ids), field("draft_logprob", &Shard::draft_logprob),
+      field("draft_temperature", &Shard::draft_temperature), field("batch", &Shard::batch),
+      field("drafts", &Shard::drafts), field("parts", &Shard::parts), field("vocab", &Shard::vocab),
+      field("vocab_start", &Shard::vocab_start), field("vocab_total", &Shard::vocab_total),
+      field("pool", &Shard::pool), field("target_batch_stride", &Shard::target_batch_stride),
+      field("target_row_stride", &Shard::target_row_stride),
+      field("draft_tokens_stride", &Shard::draft_tokens_stride),
+      field("draft_batch_stride", &Shard::draft_batch_stride),
+      field("draft_row_stride", &Shard::draft_row_stride),
+      field("ids_batch_stride", &Shard::ids_batch_stride),
+      field("ids_row_stride", &Shard::ids_row_stride), field("rule", &Shard::rule),
+      field("target_dtype", &Shard::target_dtype), field("draft_dtype", &Shard::draft_dtype));
   using Tree = VerifyTreeParams;
   bind_op<Tree>(
       m, "verify_tree", DOMINO_CUDA_LAUNCHER(verify_tree_cuda), verify_tree_cpu,

@@ -46,6 +46,10 @@ _HOME = {
     "combine_row_stats": "domino_kernels.ops.row_stats",
     "residual_sample": "domino_kernels.ops.residual",
     "row_stats": "domino_kernels.ops.row_stats",
+    "ShardResult": "domino_kernels.ops.verify_shard",
+    "join_verify_shards": "domino_kernels.ops.verify_shard",
+    "shard_rows": "domino_kernels.ops.verify_shard",
+    "verify_shard": "domino_kernels.ops.verify_shard",
     "verify_chain": "domino_kernels.ops.verify",
     "verify_chain_workspace": "domino_kernels.ops.verify",
 }

@@ -203,6 +203,16 @@ def combine_row_stats(full):
     return (torch.zeros(2, 3, 5).long(), *inputs, 9, *out)
 
 
+def verify_shard(sampled):
+    out = [torch.zeros(2, 3).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 3)]
+    out += [torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3)]
+    request = (torch.ones(2), torch.arange(2), torch.arange(2)) if sampled else (None,) * 3
+    pool = (torch.randn(2, 2, 4), torch.arange(4).int().expand(2, 2, 4)) if sampled else (None,) * 2
+    told = torch.ones(2) if sampled else None
+    inputs = torch.randn(2, 3, 9), torch.zeros(2, 2).long(), torch.zeros(3, 6, 5).long()
+    return (*inputs, int(sampled), *request, *pool, None, told, 128, 137, *out)
+
+
 def verify_tree(rule, sampled, pooled, dense, ragged):
     batch, nodes, vocab = 2, 4, 7
     lead = (batch * nodes,) if ragged else (batch, nodes)
@@ -294,6 +304,7 @@ SAMPLES = {
     "vocab_winners": [vocab_winners(torch.bfloat16, i) for i in (False, True)],
     "row_stats": [row_stats(False), row_stats(True)],
     "combine_row_stats": [combine_row_stats(False), combine_row_stats(True)],
+    "verify_shard": [verify_shard(False), verify_shard(True)],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [
         verify_chain(False, None, False),

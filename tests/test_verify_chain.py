@@ -18,7 +18,7 @@ from chain_cases import (
 
 import domino_kernels
 from domino_kernels import VerifyStatus, rng, verify_chain
-from domino_kernels.ops.verify import _empty_result, verify_chain_workspace
+from domino_kernels.ops.verify import _CONTROL_WORDS, _empty_result, verify_chain_workspace
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
@@ -362,7 +362,7 @@ def test_graph_replay(dense, generator, graph_replay):
         for name, value in to(arguments, "cuda").items():
             if isinstance(value, torch.Tensor):
                 static[name].copy_(value)
-        workspace.random_()  # nothing may be kept there
+        workspace[_CONTROL_WORDS:].random_()  # nothing may be kept there
         for tensor in out[:5]:
             tensor.fill_(7)
         replay()
@@ -404,7 +404,7 @@ def test_more_than_two_billion_logits(rows, vocab):
     ones = torch.ones(batch, device="cuda")
     sampled = dict(rule="token", temperature=0.1 * ones, seed=ones.long(), block_start=ones.long())
     keep = torch.where(torch.arange(batch, device="cuda") % 2 == 1, 10, 15).int()
-    for keywords in ({}, sampled):
+    for keywords in ({}, dict(logprobs=False), sampled):
         for source, cu in ((shaped, None), (logits, cu_rows)):
             result = verify_chain(source, drafts, cu_rows=cu, **keywords)
             assert torch.equal(result.num_accepted, keep)

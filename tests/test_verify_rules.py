@@ -1,5 +1,7 @@
 """Rules, forms of q, filters and edits of verify_chain against the float64 reference."""
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
 import torch
@@ -315,6 +317,13 @@ def test_padded_vocabulary_and_inactive_requests(device, generator):
     assert not some.status[5:].any()
 
 
+@lru_cache
+def shared(shape):
+    """Rows for all of the next tests: at a real vocabulary their draws take two seconds."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return make(*shape, generator, dense=True, dtype=torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", SAMPLED)
 @pytest.mark.parametrize("form", ["none", "dense", "pool"])
@@ -323,8 +332,7 @@ def test_kernel_and_twin_agree_bitwise(rule, form):
     generator = torch.Generator().manual_seed(20261129)
     for shape in [(2000, 3, 9), (300, 7, 257), (40, 15, 5003), (6, 15, 151936)]:
         for order in FILTER_ORDERS:
-            arguments = make(*shape, generator, dense=True, dtype=torch.bfloat16)
-            arguments = with_q(arguments | {"rule": rule}, form, 5, generator)
+            arguments = with_q(shared(shape) | {"rule": rule}, form, 5, generator)
             arguments = with_filters(arguments, generator, shape[2]) | {"filter_order": order}
             if order == "vllm" and shape[2] < 10_000:
                 arguments = with_edits(arguments, generator, shape[2])

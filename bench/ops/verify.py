@@ -5,6 +5,8 @@ verify_inputs.py. The gate: that number, the accepted drafts, and a last token t
 leave and that is not the rejected draft. Laws are tested in tests/losslessness, not here.
 """
 
+from functools import lru_cache
+
 import torch
 
 from bench.ops.verify_inputs import (
@@ -28,12 +30,20 @@ OWN_COINS = peers.OWN_COINS
 FILTERS = {"none": (0, 1.0), "k50p95": (50, 0.95), "p95": (0, 0.95)}
 
 
-def make_operands(vocab, batch, accepted, data, q, filters, sampled, seed, device):
+@lru_cache(maxsize=64)
+def target_rows(vocab, batch, accepted, data, seed, device):
+    """Rows that every form of q and filter of a case reads: (counts [B], logits, heads)."""
     generator = torch.Generator(device).manual_seed(seed)
     slots = torch.arange(DRAFTS + 1, device=device)
     counts = accept_counts(accepted, batch, DRAFTS).to(device)
     peaked = (slots < counts[:, None]) | (data == "peaked")
-    target, heads = make_rows(vocab, batch, DRAFTS + 1, peaked, generator, DTYPE)
+    return counts, *make_rows(vocab, batch, DRAFTS + 1, peaked, generator, DTYPE)
+
+
+def make_operands(vocab, batch, accepted, data, q, filters, sampled, seed, device):
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    slots = torch.arange(DRAFTS + 1, device=device)
+    counts, target, heads = target_rows(vocab, batch, accepted, data, seed, device)
     k, p = FILTERS[filters]
     drafts = heads[:, :DRAFTS, 0].clone()
     stopped = slots[:DRAFTS] == counts[:, None]
@@ -99,7 +109,10 @@ def make_operands(vocab, batch, accepted, data, q, filters, sampled, seed, devic
 def ours(rule):
     def call(o):
         rest = dict(out=o["out"], workspace=o["workspace"])
-        if rule == "greedy":
+        if rule == "greedy":  # what engines compute for greedy requests
+            rest["out"] = o["out"]._replace(chosen_logprob=None)
+            return verify_chain(o["target"], o["drafts"], logprobs=False, **rest)
+        if rule == "greedy-logprob":
             return verify_chain(o["target"], o["drafts"], **rest)
         for name, key in (("top_k", "top_k"), ("top_p", "top_p"), ("draft_ids", "ids")):
             if o[key] is not None:
@@ -178,7 +191,7 @@ def peers_of(batch, sampled, q, filters):
 def verify_chain_case(
     rule, batch, accepted, *, q="one-hot", filters="none", data="peaked", model="qwen3", peer=True
 ):
-    vocab, sampled = VOCABULARIES[model], rule != "greedy"
+    vocab, sampled = VOCABULARIES[model], not rule.startswith("greedy")
     providers = {"ours": ours(rule)}
     if peer:
         providers |= peers_of(batch, sampled, q, filters)
@@ -252,12 +265,14 @@ def cases():
     for accepted in ("mean", "all", "none"):
         for batch in BATCHES:
             yield case("greedy", batch, accepted, peer=accepted == "mean")
+    for batch in BATCHES:
+        yield case("greedy-logprob", batch, "mean", peer=False)
     for accepted in ("mean", "all", "none"):
         for data in ("peaked", "flat"):
-            for filters in ("k50p95", "p95"):
-                for q in ("one-hot", "pool"):
-                    for batch in BATCHES:
-                        peer = accepted == "mean" and data == "peaked"
+            for batch in BATCHES:
+                for filters in ("k50p95", "p95"):
+                    for q in ("one-hot", "pool"):
+                        peer = accepted == "mean"
                         yield case(
                             "token", batch, accepted, q=q, filters=filters, data=data, peer=peer
                         )
@@ -270,5 +285,6 @@ def cases():
         yield case("token", batch, "mean", q="dense")
         for rule, q in (("block", "dense"), ("block", "pool"), ("match", "one-hot")):
             yield case(rule, batch, "mean", q=q, filters="k50p95", peer=False)
+        yield case("gumbel", batch, "mean", q="pool", filters="k50p95", peer=False)
     yield case("greedy", 1, "mean", model="smollm2")
     yield case("token", 1, "mean", model="smollm2", filters="p95")

@@ -56,8 +56,13 @@ __device__ __forceinline__ RowStats combine_chunks(const ChunkStats* chunks, con
 
   if (wants_first) {
     uint32_t best = ~0u;
+#pragma unroll
+    for (int n = 0; n < kHeld; ++n) {
+      const int c = lane + n * kWarpSize;
+      if (c < count && held[n].key == top_key) best = min(best, __ldcg(first + c));
+    }
 #pragma unroll 1
-    for (int c = lane; c < count; c += kWarpSize)
+    for (int c = lane + kHeld * kWarpSize; c < count; c += kWarpSize)
       if (__ldcg(&chunks[c].key) == top_key) best = min(best, __ldcg(first + c));
     stats.argmax = static_cast<int32_t>(__reduce_min_sync(kFullMask, best));
   }

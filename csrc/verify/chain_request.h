@@ -72,6 +72,8 @@ struct ChainRequest {
       }
       if (temperature == 0.0f) rule = VerifyRule::kGreedy;
       if (rule == VerifyRule::kGreedy) temperature = 0.0f;
+      // the block rule reads rows of q, and a scalar is none
+      if (rule == VerifyRule::kBlock && p.draft_logprob != nullptr) faults |= kBadParameter;
       if ((rule == VerifyRule::kToken || rule == VerifyRule::kBlock) &&
           (p.draft_logits != nullptr || p.draft_logprob != nullptr)) {
         draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : temperature;

@@ -3,7 +3,7 @@
 
 namespace domino {
 
-int launch_rows(const VerifyChainParams& p, bool argmax_only, void* stream) {
+int launch_rows(const VerifyChainParams& p, void* stream) {
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, is_dense(p));
   const int64_t rows = p.batch * chunks.rows_per_request;
   // one chunk a warp while that fits the device at once, then several
@@ -13,9 +13,9 @@ int launch_rows(const VerifyChainParams& p, bool argmax_only, void* stream) {
   const bool plain = !has_edits(p) && (!is_dense(p) || p.draft_dtype == p.target_dtype);
   return dispatch_rows(p, plain, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    const auto kernel = argmax_only ? verify_rows_kernel<T, true> : verify_rows_kernel<T, false>;
-    kernel<<<static_cast<unsigned>(rows * row_blocks), kRowWarps * kWarpSize, 0,
-             as_stream(stream)>>>(p, static_cast<int>(row_blocks), steps);
+    verify_rows_kernel<T>
+        <<<static_cast<unsigned>(rows * row_blocks), kRowWarps * kWarpSize, 0, as_stream(stream)>>>(
+            p, static_cast<int>(row_blocks), steps);
     return launched();
   });
 }

@@ -20,11 +20,14 @@ struct alignas(16) ChunkStats {
   uint32_t digits[3];
 };
 
-// What launches leave for each other, all of it written anew by each call.
+// What blocks and launches leave for each other. Words and counters are 0 between calls, the rest
+// is written anew by each call.
 struct ChainWorkspace {
-  ChunkStats* chunks;  // [batch, rows_per_request, row_chunks]: target rows, then draft rows
-  uint32_t* first;     // the same
-  uint32_t* arrived;   // [batch]: clusters that are done with their row, 0 before the second launch
+  unsigned long long* words;  // [kGreedyWords], of verify_greedy
+  uint32_t* counters;         // [kGreedyRequests], of verify_greedy
+  ChunkStats* chunks;         // [batch, rows_per_request, row_chunks]: target rows, then draft rows
+  uint32_t* first;            // the same
+  uint32_t* arrived;  // [batch]: clusters that are done with their row, 0 before the second launch
   void* rest;
   int64_t rows_per_request;
   int64_t row_chunks;
@@ -34,7 +37,9 @@ struct ChainWorkspace {
       : rows_per_request(drafts + 1 + (dense ? drafts : 0)),
         row_chunks((vocab + kChunk - 1) / kChunk) {
     const int64_t count = batch * rows_per_request * row_chunks;
-    chunks = static_cast<ChunkStats*>(base);
+    words = static_cast<unsigned long long*>(base);
+    counters = reinterpret_cast<uint32_t*>(words + kGreedyWords);
+    chunks = reinterpret_cast<ChunkStats*>(counters + kGreedyRequests);
     first = reinterpret_cast<uint32_t*>(chunks + count);
     arrived = first + count;
     rest = first + (count + batch + 3) / 4 * 4;
@@ -111,9 +116,8 @@ __device__ __forceinline__ uint32_t first_of(const Group<T> (&groups)[kLaneGroup
 }
 
 // Grid: blocks of `row_blocks` to a row, `steps` chunks to a warp. T: the dtype of all rows, none
-// of them edited; void: any. kArgmaxOnly: all requests are greedy and nobody wants
-// log-probabilities; then chunks are (key, first) pairs.
-template <class T, bool kArgmaxOnly>
+// of them edited; void: any.
+template <class T>
 __global__ void __launch_bounds__(kRowWarps* kWarpSize)
     verify_rows_kernel(const __grid_constant__ VerifyChainParams p, int row_blocks, int steps) {
   allow_next_launch();
@@ -156,11 +160,6 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize)
     const uint32_t own = logit_key(lane_top(groups));
     const uint32_t key = __reduce_max_sync(kFullMask, own);
     const float top = key_logit(key);
-    if (kArgmaxOnly) {
-      const uint32_t id = first_of(groups, token, top, own == key);
-      if (lane == 0) reinterpret_cast<uint2*>(workspace.chunks)[at] = {key, id};
-      continue;
-    }
     ChunkStats out{key, {0, 0, 0}};
     if (wants_first) {
       const uint32_t id = first_of(groups, token, top, own == key);
@@ -173,6 +172,6 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize)
 }
 
 // The launch of it for all rows of p.
-int launch_rows(const VerifyChainParams& p, bool argmax_only, void* stream);
+int launch_rows(const VerifyChainParams& p, void* stream);
 
 }  // namespace domino

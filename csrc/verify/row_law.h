@@ -98,9 +98,16 @@ struct DigitSums {
 
   template <class T>
   DOMINO_HD void add(const T (&digits)[3], int32_t below) {
-    if (below == 0) at[0] += digits[0];
-    if (below <= 1) at[1] += digits[1 - (below <= 1 ? below : 0)];
-    if (below <= 2) at[2] += digits[2 - (below <= 2 ? below : 0)];
+    if (below == 0) {
+      at[0] += digits[0];
+      at[1] += digits[1];
+      at[2] += digits[2];
+    } else if (below == 1) {
+      at[1] += digits[0];
+      at[2] += digits[1];
+    } else if (below == 2) {
+      at[2] += digits[0];
+    }
   }
 
   // In units of 2^-40 relative to E.

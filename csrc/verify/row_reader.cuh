@@ -61,14 +61,31 @@ __device__ __forceinline__ uint4 load_words(const void* pointer) {
   return out;
 }
 
+// The words there where `exists`, otherwise `other` four times. No branch, so that several loads
+// can be on their way.
+__device__ __forceinline__ uint4 load_words_if(bool exists, const void* pointer, uint32_t other) {
+  uint4 out;
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.b32 %0, %6;\nmov.b32 %1, %6;\nmov.b32 %2, %6;\nmov.b32 %3, %6;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(out.x), "=&r"(out.y), "=&r"(out.z), "=&r"(out.w)
+      : "l"(pointer), "r"(static_cast<uint32_t>(exists)), "r"(other));
+  return out;
+}
+
 // Eight logits as they are stored; what lies behind the vocabulary is -inf.
 template <class T>
 struct Group;
 
 template <class T>
 struct HalfGroup {
+  static constexpr uint32_t kPad = std::is_same_v<T, bf16> ? 0xff80u : 0xfc00u;  // -inf
   uint4 words;
 
+  // Eight logits of an aligned row where `exists`, otherwise eight of -inf.
+  __device__ __forceinline__ void load_if(bool exists, const T* logits) {
+    words = load_words_if(exists, logits, kPad * 0x10001u);
+  }
   __device__ __forceinline__ void load(const T* row, int token, int vocab, bool aligned) {
     if (aligned && token + kGroup <= vocab)
       words = load_words(row + token);
@@ -82,7 +99,6 @@ struct HalfGroup {
 
  private:
   static __device__ __noinline__ uint4 load_halves(const T* row, int token, int vocab) {
-    constexpr uint32_t kPad = std::is_same_v<T, bf16> ? 0xff80u : 0xfc00u;
     uint32_t words[4];
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
@@ -101,18 +117,18 @@ template <>
 struct Group<float> {
   float values[kGroup];
 
-  __device__ __forceinline__ void load(const float* row, int token, int vocab, bool aligned) {
-    if (aligned && token + kGroup <= vocab) {
+  __device__ __forceinline__ void load_if(bool exists, const float* logits) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 words = load_words(row + token + 4 * half);
-        values[4 * half] = __uint_as_float(words.x);
-        values[4 * half + 1] = __uint_as_float(words.y);
-        values[4 * half + 2] = __uint_as_float(words.z);
-        values[4 * half + 3] = __uint_as_float(words.w);
-      }
-      return;
+    for (int half = 0; half < 2; ++half) {
+      const uint4 words = load_words_if(exists, logits + 4 * half, 0xff800000u);
+      values[4 * half] = __uint_as_float(words.x);
+      values[4 * half + 1] = __uint_as_float(words.y);
+      values[4 * half + 2] = __uint_as_float(words.z);
+      values[4 * half + 3] = __uint_as_float(words.w);
     }
+  }
+  __device__ __forceinline__ void load(const float* row, int token, int vocab, bool aligned) {
+    if (aligned && token + kGroup <= vocab) return load_if(true, row + token);
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) values[j] = token + j < vocab ? row[token + j] : -INFINITY;
   }

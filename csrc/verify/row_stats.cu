@@ -61,7 +61,7 @@ int row_stats_cuda(const RowStatsParams& p, void* stream) {
   rows.top_ids = p.top_ids;
   rows.top_logprob = p.top_logprob;
   rows.top_logprobs = p.top_logprobs;
-  if (const int status = launch_rows(rows, false, stream); status != kOk) return status;
+  if (const int status = launch_rows(rows, stream); status != kOk) return status;
   const int64_t blocks = ceil_div<int64_t>(p.rows, kWarps);
   if (const int status =
           launch_behind(row_stats_kernel, rows, blocks, false, kWarps * kWarpSize, stream, p);

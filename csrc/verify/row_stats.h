@@ -38,39 +38,47 @@ struct RowStatsParams {
   DType dtype;
 };
 
-// Joins the parts of row `row` and writes what the row's tensors are to hold.
-DOMINO_HD void write_row_stats(const RowStatsParams& p, int64_t row) {
-  const float temperature = p.temperature != nullptr ? p.temperature[row] : 1.0f;
-  const float scale = law_scale(temperature);
+// The statistics of row `row` from its parts, [parts, rows]; chosen: the row's token's logit, -inf
+// where it has none.
+DOMINO_HD RowStats join_partials(const RowPartial* partials, int64_t parts, int64_t rows,
+                                 int64_t row, float scale, float* chosen) {
   RowStats stats{0, -INFINITY, -1, 0, 0};
-  float chosen = -INFINITY;
-  for (int64_t part = 0; part < p.parts; ++part) {
-    const RowPartial& from = p.partials[part * p.rows + row];
+  *chosen = -INFINITY;
+  for (int64_t part = 0; part < parts; ++part) {
+    const RowPartial& from = partials[part * rows + row];
     if (!(from.top < INFINITY)) stats.faults = kNonFinite;
     if (from.top > stats.top || (from.top == stats.top && from.argmax < stats.argmax)) {
       stats.top = from.top;
       stats.argmax = from.argmax;
     }
-    chosen = from.chosen > chosen ? from.chosen : chosen;
+    *chosen = from.chosen > *chosen ? from.chosen : *chosen;
   }
   if (stats.faults == 0) stats.faults = row_faults(stats.top);
+  if (stats.faults != 0) return stats;
+  const RowExponent exponent(stats.top, scale);
+  DigitSums sums;
+  for (int64_t part = 0; part < parts; ++part) {
+    const RowPartial& from = partials[part * rows + row];
+    if (from.top == -INFINITY) continue;
+    const RowExponent own(from.top, scale);
+    if (exponent.huge) {
+      if (from.top == stats.top) sums.at[0] += from.sums.at[0];
+    } else if (!own.huge) {
+      sums.add(from.sums.at, exponent.grid() - own.grid());
+    }
+  }
+  stats.sum = exponent.huge ? sums.at[0] << 40 : sums.fixed(exponent);
+  return stats;
+}
+
+// Joins the parts of row `row` and writes what the row's tensors are to hold.
+DOMINO_HD void write_row_stats(const RowStatsParams& p, int64_t row) {
+  const float temperature = p.temperature != nullptr ? p.temperature[row] : 1.0f;
+  const float scale = law_scale(temperature);
+  float chosen;
+  RowStats stats = join_partials(p.partials, p.parts, p.rows, row, scale, &chosen);
   if (!(temperature >= 0.0f && temperature <= FLT_MAX)) stats.faults = kBadParameter;
   const bool usable = stats.faults == 0;
-  if (usable) {
-    const RowExponent exponent(stats.top, scale);
-    DigitSums sums;
-    for (int64_t part = 0; part < p.parts; ++part) {
-      const RowPartial& from = p.partials[part * p.rows + row];
-      if (from.top == -INFINITY) continue;
-      const RowExponent own(from.top, scale);
-      if (exponent.huge) {
-        if (from.top == stats.top) sums.at[0] += from.sums.at[0];
-      } else if (!own.huge) {
-        sums.add(from.sums.at, exponent.grid() - own.grid());
-      }
-    }
-    stats.sum = exponent.huge ? sums.at[0] << 40 : sums.fixed(exponent);
-  }
   const RowLaw law(usable ? stats.top : 0.0f, usable ? stats.sum : 1, scale);
   p.argmax[row] = usable ? stats.argmax : -1;
   p.lse[row] = !usable ? NAN : law.log_mass();

@@ -1,5 +1,4 @@
 #include "verify/verify_block.cuh"
-#include "verify/verify_greedy.cuh"
 #include "verify/verify_launch.cuh"
 
 namespace domino {
@@ -19,14 +18,11 @@ bool may_be(const VerifyChainParams& p, VerifyRule rule) {
 int verify_chain_cuda(const VerifyChainParams& p, void* stream) {
   if (p.vocab < 1 || p.vocab > kMaxVocab) return kBadArgument;
   if (p.batch == 0) return kOk;
-  const bool argmax_only =
-      p.temperature == nullptr && p.chosen_logprob == nullptr && p.top_logprobs == 0;
-  if (const int status = launch_rows(p, argmax_only, stream); status != kOk) return status;
-  if (argmax_only)
-    return launch_behind(verify_greedy_kernel, p, p.batch, false, kGreedyWarps * kWarpSize, stream);
+  if (p.temperature == nullptr && p.top_logprobs == 0) return verify_greedy_cuda(p, stream);
+  if (const int status = launch_rows(p, stream); status != kOk) return status;
 
   const int64_t rows = p.batch * (p.drafts + 1);
-  if (may_be(p, VerifyRule::kBlock) && (p.draft_logits != nullptr || p.draft_logprob != nullptr)) {
+  if (may_be(p, VerifyRule::kBlock) && p.draft_logits != nullptr) {
     const int laws = launch_behind(block_laws_kernel, p, rows, true, kWalkThreads, stream);
     if (laws != kOk) return laws;
     const int walk = launch_behind(block_walk_kernel, p, rows, true, kWalkThreads, stream);

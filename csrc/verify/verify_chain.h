@@ -88,12 +88,16 @@ struct VerifyChainParams {
 // The fixed-point sums of a row (2^40 a token, times sqrt(2)) must fit 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 23;
 
-// Bytes of CUDA workspace: of each row its chunks of 1024 tokens (16 bytes and 4), of each
-// request's rows what was found (96) and 4. Nothing in it outlives a call.
+// What a launch of verify_greedy counts with: in front of the workspace, 0 between calls.
+constexpr int64_t kGreedyWords = 8192, kGreedyRequests = 1024;
+
+// Bytes of CUDA workspace: the words above (8 bytes and 4), of each row its chunks of 1024 tokens
+// (16 bytes and 4), of each request's rows what was found (96) and 4.
 inline int64_t verify_chain_workspace(int64_t batch, int64_t drafts, int64_t vocab, bool dense) {
   const int64_t rows = batch * (drafts + 1 + (dense ? drafts : 0));
   const int64_t words = rows * ((vocab + 1023) / 1024) + batch;
-  return rows * ((vocab + 1023) / 1024) * 16 + (words + 3) / 4 * 16 + batch * (drafts + 1) * 96;
+  return kGreedyWords * 8 + kGreedyRequests * 4 + rows * ((vocab + 1023) / 1024) * 16 +
+         (words + 3) / 4 * 16 + batch * (drafts + 1) * 96;
 }
 int verify_chain_cuda(const VerifyChainParams& p, void* stream);
 int verify_chain_cpu(const VerifyChainParams& p);

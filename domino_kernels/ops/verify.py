@@ -10,6 +10,7 @@ from domino_kernels.ops import checks
 from domino_kernels.torch_library import DTYPES, check_status, define, place, target
 
 _MAX_VOCAB = 1 << 23
+_CONTROL_WORDS = 8192 + 1024 // 2  # in front of a workspace: kGreedyWords, kGreedyRequests
 _NOISE_KINDS = {"words": 0, "uniform": 1, "exponential": 2}
 _FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
 _SAMPLING = ("temperature", "seed", "block_start", "draft_logits", "draft_ids", "draft_logprob")
@@ -102,9 +103,6 @@ def _launch_verify_chain(
     workspace,
 ):
     ragged = cu_rows is not None
-    if rules is not None and draft_logprob is not None:
-        # the block rule reads rows of q, and there are none: an unknown rule, which has a status
-        rules = rules.masked_fill((rules == VerifyRule.BLOCK) & (temperature != 0), 255)
     device, stream = place(target_logits)
     # shapes and strides unpacked, pointers without a function: half the host time of these lines
     batch, drafts = draft_tokens.shape
@@ -191,17 +189,21 @@ def _workspace_words(batch, drafts, vocab, dense):
     """verify_chain_workspace of csrc/verify/verify_chain.h, in int64 words, for torch.compile."""
     rows, chunks = batch * (drafts + 1 + dense * drafts), (vocab + 1023) // 1024
     words = rows * chunks + batch
-    return 2 * (rows * chunks + (words + 3) // 4 + batch * (drafts + 1) * 6)
+    return _CONTROL_WORDS + 2 * (rows * chunks + (words + 3) // 4 + batch * (drafts + 1) * 6)
 
 
 def verify_chain_workspace(batch, drafts, vocab, *, dense=False, device):
-    """Scratch memory that one verify_chain call of this size uses: int64, of any content.
+    """Scratch memory that one verify_chain call of this size uses: int64.
+
+    Made with zeros where calls count with them, and left so by each call: nobody else may write it.
 
     batch, drafts, vocab: B, K and V (vocab_valid where that is given); dense: q is [B, K, V].
     """
     cuda = torch.device(device).type == "cuda"  # the CPU twin needs none
     words = _workspace_words(batch, drafts, vocab, dense) if cuda else 0
-    return torch.empty(words, dtype=torch.int64, device=device)
+    workspace = torch.empty(words, dtype=torch.int64, device=device)
+    workspace[:_CONTROL_WORDS].zero_()
+    return workspace
 
 
 def _result_sizes(batch, drafts, logprobs, top_logprobs):
