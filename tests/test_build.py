@@ -84,6 +84,7 @@ SPILLS = {
     "draft_chain_certify": 12,
     "draft_chain_finish": 208,
     "draft_chain_pool": 16,
+    "verify_chain": 12,  # the walk of the block rule
 }
 
 

@@ -109,7 +109,7 @@ def test_bad_arguments(generator):
         verify_shard(logits, drafts, partials[:, :7], vocab_total=300)
     with pytest.raises(ValueError, match="verify_shard: rule: got 'block'"):
         verify_shard(logits, drafts, partials, rule="block", vocab_total=300)
-    with pytest.raises(ValueError, match="verify_shard: draft_logits: got a tensor, expected draft"):
+    with pytest.raises(ValueError, match="draft_logits: got a tensor, expected draft_ids with it"):
         q = torch.zeros(2, 3, 300)
         rest = {k: arguments[k] for k in ("temperature", "seed", "block_start")}
         verify_shard(
