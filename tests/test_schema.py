@@ -213,14 +213,14 @@ def verify_shard(sampled):
     return (*inputs, int(sampled), *request, *pool, None, told, 128, 137, *out)
 
 
-def verify_tree(rule, sampled, pooled, dense, ragged):
+def verify_tree(rule, sampled, pooled, dense, ragged, logprobs=True):
     batch, nodes, vocab = 2, 4, 7
     lead = (batch * nodes,) if ragged else (batch, nodes)
     target = torch.randn(*lead, vocab)
     request = torch.ones(2), torch.arange(2), torch.arange(2)
     pool = (torch.arange(3).int().expand(*lead, 3), torch.randn(*lead, 3)) if pooled else [None] * 2
     out = [torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)]
-    out += [*torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 4)]
+    out += [*torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 4) if logprobs else None]
     out += [torch.zeros(2, dtype=torch.uint8)]
     return (
         target,
@@ -314,7 +314,7 @@ SAMPLES = {
         verify_chain(True, "scalar", True, edited=True),
     ],
     "verify_tree": [
-        verify_tree(0, False, False, False, False),
+        verify_tree(0, False, False, False, False, logprobs=False),
         verify_tree(3, True, True, False, True),
         verify_tree(4, True, False, True, False),
     ],

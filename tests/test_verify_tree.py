@@ -204,6 +204,33 @@ def test_strides_change_no_bit(rule, kind, device, generator):
         assert_same(verify_tree(**arguments | strided), expected)
 
 
+@forms
+def test_rows_of_leaves_count_only_where_the_walk_ends(rule, kind, device, generator):
+    arguments = make(20, 12, 200, generator, **form(rule, kind, 200))
+    result = verify_tree(**to(arguments, device))
+    ends = result.path.cpu().gather(1, result.num_accepted.cpu()[:, None].long())[:, 0]
+    assert len(set(ends.tolist())) > 3
+    for b, parents in enumerate(arguments["parents"].tolist()):
+        for n in set(range(12)) - set(parents) - {int(ends[b])}:
+            arguments["target_logits"][b, n] = NAN
+    assert_same(verify_tree(**to(arguments, device)), result)
+
+
+def test_without_logprobs(device, generator):
+    for rule, drawn in (("greedy", False), ("greedy", True), ("target_only", True)):
+        arguments = to(make(9, 14, 3000, generator, rule=rule), device)
+        if not drawn:
+            arguments = {k: arguments[k] for k in ("target_logits", "tokens", "parents")}
+        whole = verify_tree(**arguments)
+        result = verify_tree(**arguments, logprobs=False)
+        assert result.chosen_logprob is None
+        assert_same(result._replace(chosen_logprob=whole.chosen_logprob), whole)
+    with pytest.raises(ValueError, match=r"out.chosen_logprob: got a tensor, expected None"):
+        verify_tree(**arguments, logprobs=False, out=whole)
+    with pytest.raises(TypeError, match=r"out.chosen_logprob"):
+        verify_tree(**arguments, out=result)
+
+
 # --- what is not right --------------------------------------------------------------------------
 
 

@@ -54,12 +54,14 @@ def make(
         kids = reference.children(parents[b])
         t = float(temperature[b]) or 1.0
         for n in range(nodes):
-            q = torch.zeros(vocab)
-            if pool:
-                q[ids[b, n].long()] = (logits[b, n].float() / t).softmax(-1)
-            else:
-                q = (draft[b, n].float() / t).softmax(-1)
+            if not kids[n]:
+                continue
             if rule in SAMPLED and temperature[b] > 0:
+                q = torch.zeros(vocab)
+                if pool:
+                    q[ids[b, n].long()] = (logits[b, n].float() / t).softmax(-1)
+                else:
+                    q = (draft[b, n].float() / t).softmax(-1)
                 chosen = sample_children(q, len(kids[n]), generator)
             else:
                 best = target[b, n].float().topk(min(len(kids[n]), vocab)).indices

@@ -1,7 +1,8 @@
 """Verification of 64-node trees at the vocabulary of Qwen3.
 
-The tree: 15 levels below the root of four siblings each, the first of which carries the next level,
-and three more below the last. Every row has a planted winner that takes all but about 1e-7 of its
+The tree: 16 levels below the root, of four siblings each but three in the last; the first sibling
+carries the next level. So 16 nodes have children, and all 16 levels end at a leaf. Every row has a
+planted winner that takes all but about 1e-7 of its
 law. Down to level `accepted` it is the first sibling's token, below that none of the siblings', so
 any right verifier of any rule keeps exactly that path: one gate serves ours and the peers. Laws are
 tested in tests/losslessness, not here.
@@ -15,7 +16,7 @@ from domino_kernels import TreeResult, verify_tree, verify_tree_workspace
 
 VOCABULARY = 151936
 BATCHES = (1, 8)
-NODES, SIBLINGS, DEPTH, POOL = 64, 4, 15, 64
+NODES, SIBLINGS, DEPTH, POOL = 64, 4, 16, 64
 DTYPE = torch.bfloat16
 
 
@@ -34,7 +35,7 @@ NEXT = [n + 1 if n + 1 < NODES and PARENTS[n + 1] == PARENTS[n] else -1 for n in
 SPINE = [0, *(1 + SIBLINGS * level for level in range(DEPTH))]  # nodes that are first siblings
 
 
-def make_operands(batch, accepted, drafted, seed, device):
+def make_operands(batch, accepted, drafted, logprobs, seed, device):
     generator = torch.Generator(device).manual_seed(seed)
     drawn = dict(generator=generator, device=device)
     wide = batch, NODES
@@ -59,7 +60,7 @@ def make_operands(batch, accepted, drafted, seed, device):
         torch.empty(wide, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
         torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(wide, device=device),
+        torch.empty(wide, device=device) if logprobs else None,
         torch.empty(batch, dtype=torch.uint8, device=device),
     )
     pooled = POOL if drafted else 0
@@ -69,7 +70,7 @@ def make_operands(batch, accepted, drafted, seed, device):
 
     return {
         "accepted": accepted,
-        "depth": DEPTH + 1,
+        "depth": DEPTH,
         "children": links([c + [-1] * (SIBLINGS - len(c)) for c in CHILDREN]),
         "child": links([c[0] if c else -1 for c in CHILDREN]),
         "sibling": links(NEXT),
@@ -97,6 +98,7 @@ def ours(rule):
             o["parents"],
             rule=rule,
             draft_pool=o["pool"] if rule in ("rrsw", "traversal") else None,
+            logprobs=o["out"].chosen_logprob is not None,
             out=o["out"],
             workspace=o["workspace"],
             **sampled,
@@ -128,28 +130,37 @@ PEERS = {
 }
 
 
-def verify_tree_case(rule, batch, accepted):
+def verify_tree_case(rule, batch, accepted, logprobs=True):
     drafted = rule in ("rrsw", "traversal")
     providers = {"ours": ours(rule)}
-    if accepted == 7:
+    if accepted == 7 and logprobs:
         providers |= PEERS[rule]
+    rows_read = sum(map(bool, CHILDREN)) + (accepted == DEPTH)  # leaves are read where a path ends
     return Case(
         op="verify_tree",
         case=rule,
         params={"model": "qwen3", "accepted": accepted, "T": float(rule != "greedy")}
+        | {"logprobs": logprobs}
         | ({"M": POOL, "q_form": "pool"} if drafted else {}),
         shape={"V": VOCABULARY, "N": NODES},
         batch=batch,
-        make=lambda seed, device: (make_operands(batch, accepted, drafted, seed, device),),
+        make=lambda seed, device: (
+            make_operands(batch, accepted, drafted, logprobs, seed, device),
+        ),
         providers=providers,
         check=check,
-        bytes=batch * NODES * VOCABULARY * DTYPE.itemsize,
+        bytes=batch * rows_read * VOCABULARY * DTYPE.itemsize,
         gpu_only=tuple(n for n in ("compile", "sglang") if n in providers),
     )
 
 
 def cases():
+    from bench.ops import tree_build  # which takes its tree from here
+
+    yield from tree_build.cases()
     for rule in PEERS:
         for accepted in (DEPTH, 7, 0):
             for batch in BATCHES:
                 yield verify_tree_case(rule, batch, accepted)
+                if rule == "greedy":
+                    yield verify_tree_case(rule, batch, accepted, logprobs=False)

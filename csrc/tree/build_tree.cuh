@@ -91,13 +91,24 @@ __device__ __forceinline__ void select_key(const BuildTreeParams& p, int wanted,
         atomicAdd(&s->histogram[key >> shift & 255], 1u);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      uint32_t above = 0;
-      int digit = 255;
-      while (digit > 0 && above + s->histogram[digit] < static_cast<uint32_t>(left))
-        above += s->histogram[digit--];
-      s->prefix = prefix << 8 | static_cast<uint32_t>(digit);
-      s->above = above;
+    if (threadIdx.x < kWarpSize) {  // from the greatest digit down, eight to a lane
+      constexpr int kEach = 256 / kWarpSize;
+      const int top = 255 - kEach * static_cast<int>(threadIdx.x);
+      uint32_t own = 0;
+      for (int i = 0; i < kEach; ++i) own += s->histogram[top - i];
+      uint32_t sum = own;
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const uint32_t before = __shfl_up_sync(kFullMask, sum, offset);
+        sum += threadIdx.x >= offset ? before : 0;
+      }
+      uint32_t above = sum - own;
+      if (above < static_cast<uint32_t>(left) && static_cast<uint32_t>(left) <= sum) {
+        int digit = top;
+        while (above + s->histogram[digit] < static_cast<uint32_t>(left))
+          above += s->histogram[digit--];
+        s->prefix = prefix << 8 | static_cast<uint32_t>(digit);
+        s->above = above;
+      }
     }
     __syncthreads();
     prefix = s->prefix;

@@ -98,6 +98,51 @@ __device__ __forceinline__ unsigned long long least_key_of_block(unsigned long l
       race_shared().slots);
 }
 
+// The winner so far, `key`, met by this lane's eight tokens as far as their time can be within
+// `bound`. By a whole warp.
+template <class Group, class Weights>
+__device__ __forceinline__ unsigned long long race_group(int token, const Group& group,
+                                                         const Weights& weights,
+                                                         const RaceNoise& noise, float bound,
+                                                         unsigned long long key) {
+  float top = group.at(0);
+#pragma unroll
+  for (int j = 1; j < kGroup; ++j) top = fmaxf(top, group.at(j));
+  // in units of a word; half of one is the least that there is
+  const float reach =
+      top >= weights.filter.cut_logit ? weights.scaled(top) * bound * (1.001f * 0x1p32f) : 0.0f;
+  if (!__any_sync(kFullMask, reach >= 0.5f)) return key;
+  const uint32_t limit = __float2uint_rz(reach);
+  uint32_t words[kGroup], chance = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4 + half));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      words[4 * half + j] = four.word[j];
+      if (four.word[j] <= limit) chance |= 1u << (4 * half + j);
+    }
+  }
+  if (reach < 0.5f) chance = 0;
+  while (chance != 0) {
+    const int which = __ffs(chance) - 1;
+    chance &= chance - 1;
+    float logit = group.at(0);
+    uint32_t word = words[0];
+#pragma unroll
+    for (int j = 1; j < kGroup; ++j) {
+      logit = which == j ? group.at(j) : logit;
+      word = which == j ? words[j] : word;
+    }
+    const float upper = weights.upper(logit, token + which);
+    if (!(upper > 0.0f)) continue;
+    const unsigned long long mine =
+        race_key(weights.exact(upper, token + which), word, token + which);
+    key = mine < key ? mine : key;
+  }
+  return key;
+}
+
 // All blocks of the cluster call it, and all threads get the result. mass: of the weights, about.
 template <class Source>
 __device__ __forceinline__ unsigned long long race_row(const RowCluster& cluster,
@@ -106,47 +151,13 @@ __device__ __forceinline__ unsigned long long race_row(const RowCluster& cluster
                                                        const DrawWeights& weights,
                                                        const RaceNoise& noise, float mass) {
   RaceShared& shared = race_shared();
-  const float cut = weights.filter.cut_logit;
-  const uint32_t least = max(logit_key(cut), kEmptyKey + 1);
+  const uint32_t least = max(logit_key(weights.filter.cut_logit), kEmptyKey + 1);
   float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
 #pragma unroll 1
   for (;;) {
     unsigned long long key = kNoWinner;
     for_each_group(cluster, source, chunks, count, least, [&](int token, const auto& group) {
-      float top = group.at(0);
-#pragma unroll
-      for (int j = 1; j < kGroup; ++j) top = fmaxf(top, group.at(j));
-      // in units of a word; half of one is the least that there is
-      const float reach = top >= cut ? weights.scaled(top) * bound * (1.001f * 0x1p32f) : 0.0f;
-      if (!__any_sync(kFullMask, reach >= 0.5f)) return;
-      const uint32_t limit = __float2uint_rz(reach);
-      uint32_t words[kGroup], chance = 0;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4 + half));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          words[4 * half + j] = four.word[j];
-          if (four.word[j] <= limit) chance |= 1u << (4 * half + j);
-        }
-      }
-      if (reach < 0.5f) chance = 0;
-      while (chance != 0) {
-        const int which = __ffs(chance) - 1;
-        chance &= chance - 1;
-        float logit = group.at(0);
-        uint32_t word = words[0];
-#pragma unroll
-        for (int j = 1; j < kGroup; ++j) {
-          logit = which == j ? group.at(j) : logit;
-          word = which == j ? words[j] : word;
-        }
-        const float upper = weights.upper(logit, token + which);
-        if (!(upper > 0.0f)) continue;
-        const unsigned long long mine =
-            race_key(weights.exact(upper, token + which), word, token + which);
-        key = mine < key ? mine : key;
-      }
+      key = race_group(token, group, weights, noise, bound, key);
     });
     key = least_key_of_block(key);
     if (threadIdx.x == 0) shared.best = key;

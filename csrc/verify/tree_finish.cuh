@@ -1,232 +1,293 @@
-// Last launch of verify_tree: the path and the token that follows it.
-//
-// A block owns 2048 tokens of the vocabulary of one request. Each finds the path from what the
-// first launch has left at the nodes and races its tokens for the last one; the block that arrives
-// last writes it. The first block writes the path. Bytes: one row a request; bound by latency.
+// Last launch of verify_tree: a cluster owns one request. Its warps judge the nodes with children
+// side by side (tree_judge.cuh), every block then follows the steps, and all of them race for the
+// token that comes last (race.cuh). Where the walk ends at a leaf they read its row first.
+// Bytes: the chunks' statistics and one row a request; bound by latency.
 #pragma once
 
+#include "verify/row_cut.cuh"
+#include "verify/tree_dense.cuh"
 #include "verify/tree_judge.cuh"
+#include "verify/tree_last_row.cuh"
+#include "verify/tree_path.cuh"
 
 namespace domino {
 
-struct SharedWalk {
-  int16_t step[kMaxTreeNodes];
-  uint8_t state[kMaxTreeNodes];  // status of a node
-  int16_t path[kMaxTreeNodes];
-  bool found[kMaxTreeNodes];  // traversal: a kept node in the subtree
-  uint32_t status;
-  int last;  // index of the last node of the path
+// What the last token may no longer be, or less often: tokens with what is taken off their weight.
+struct SharedTaken {
+  static constexpr int kSlots = 2 * kMaxPool, kNone = -1;
+  int32_t ids[kSlots];
+  float amounts[kSlots];
+
+  static_assert(kSlots == 1 << 11);
+  static __device__ __forceinline__ int slot_of(int id) {
+    return static_cast<int>(static_cast<uint32_t>(id) * 0x9e3779b1u >> (32 - 11));
+  }
+
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < kSlots; i += blockDim.x) ids[i] = kNone;
+  }
+  // Tokens are distinct, or all amounts are infinite; at most half of the slots are taken.
+  __device__ void put(int id, float amount) {
+    int i = slot_of(id);
+    for (;; i = (i + 1) % kSlots) {
+      const int found = atomicCAS(&ids[i], kNone, id);
+      if (found == kNone || found == id) break;
+    }
+    amounts[i] = amount;
+  }
+  __device__ __forceinline__ float of(int id) const {
+    for (int i = slot_of(id);; i = (i + 1) % kSlots) {
+      const int found = ids[i];
+      if (found == id) return amounts[i];
+      if (found == kNone) return 0.0f;
+    }
+  }
 };
 
-// Fills walk->path, last and status. All threads of the block; synchronises.
-__device__ inline void find_path(const TreeRequest& r, const NodeRecord* records,
-                                 const SharedTree& tree, SharedWalk* walk) {
-  const bool traversal = r.rule == TreeRule::kTraversal;
-  if (threadIdx.x == 0) walk->status = tree.faults;
-  if (traversal)
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) walk->found[n] = false;
-  __syncthreads();
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-    const NodeRecord& record = records[n];
-    if (!traversal) {
-      walk->step[n] = static_cast<int16_t>(record.step);
-      walk->state[n] = static_cast<uint8_t>(record.status);
-      continue;
-    }
-    if (record.status != 0) atomicOr(&walk->status, record.status);
-    if (n == 0 || !(record.start > 0.0f) || !(r.child_coin(n) <= record.keep)) continue;
-    for (int m = n; m > 0; m = tree.parent[m]) walk->found[m] = true;
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarpSize) {
-    int n = 0, last = 0;
-    for (;; ++last) {
-      int step = -1;
-      if (traversal) {
-        tree.for_each_child(n, [&](int c, int, bool) {
-          if (walk->found[c]) step = c;
-          return step < 0;
-        });
-      } else {
-        step = walk->step[n];
-      }
-      if (threadIdx.x == 0) walk->path[last] = static_cast<int16_t>(n);
-      if (step < 0) break;
-      n = step;
-    }
-    if (threadIdx.x == 0) walk->last = last;
-  }
-  __syncthreads();
-  if (!traversal)
-    for (int i = threadIdx.x; i <= walk->last; i += blockDim.x)
-      if (const uint32_t status = walk->state[walk->path[i]]; status != 0)
-        atomicOr(&walk->status, status);
-  __syncthreads();
-}
+// What the race weighs the tokens of one node by (race_row).
+struct TreeWeights {
+  const RowLaw& law;
+  const RowFilter& filter;
+  float unit;  // 1, or for residuals 1 over the mass that is kept: then the weight is p
+  const SharedTaken* taken;
+  LogitRow dense;  // q of the whole vocabulary, or null
+  const RowLaw& dense_law;
+  float rho;
 
-// This thread's best of tokens first .. first + kShare - 1. `skip`: a bit a token. By all threads.
-__device__ inline Runner race_share(const TreeRequest& r, const TreeWorkspace& workspace,
-                                    const SharedTree& tree, int n, const NodeRecord& record,
-                                    TreeDraw kind, int64_t first, uint32_t* skip) {
-  const int64_t at = r.b * r.p.width + n, end = min(first + kShare, r.p.vocab);
-  const RowReader reader{r.target_row(n), static_cast<int>(r.p.vocab)};
-  const NodeLaw law(record.stats, r.temperature,
-                    r.filters().any(r.p.vocab) ? workspace.filters + at : nullptr);
-  const RaceNoise noise{r.noise(), kind == TreeDraw::kPlain ? kBonusDraw : kResidualDraw, n};
-  const bool dense = kind == TreeDraw::kResidual && r.p.draft_logits != nullptr;
-  const bool pooled = kind == TreeDraw::kResidual && !dense;
-  Runner best;
-  if (pooled || kind == TreeDraw::kWithoutChildren) {
-    for (int i = threadIdx.x; i < kShare / 32; i += blockDim.x) skip[i] = 0;
-    __syncthreads();
-    const auto mark = [&](int64_t x) {
-      if (x < first || x >= end) return false;
-      atomicOr(&skip[(x - first) / 32], 1u << (x - first) % 32);
-      return true;
-    };
-    if (pooled) {
-      const int32_t* ids = r.pool_ids(n);
-      const LogitRow logits = r.pool_row(n);
-      const RowLaw q(workspace.drafts[at], r.draft_temperature);
-      for (int m = threadIdx.x; m < r.p.pool; m += blockDim.x) {
-        const int64_t x = ids[m];
-        if (!mark(x)) continue;
-        const float logit = reader.at(x);
-        const float weight =
-            add_rn(law.probability(logit, x), -mul_rn(record.rho, q.probability(logits.at(m))));
-        const NoiseWords words = noise.words(static_cast<uint32_t>(x / 4));
-        best.meet(race_key(weight, words.word[x % 4], x), logit);
-      }
-    } else {
-      for (int c = n + 1 + threadIdx.x; c < r.nodes; c += blockDim.x)
-        if (tree.parent[c] == n) mark(tree.token[c]);
-    }
-    __syncthreads();
+  __device__ __forceinline__ float scaled(float logit) const {
+    return mul_rn(law.weight(logit), unit);
   }
-  const int64_t mine = first + kGroup * threadIdx.x;
-  const auto race = [&](auto weight) {
-    const Runner other = race_groups(reader, mine, kShare, end, noise, weight);
-    best.meet(other.key, other.logit);
+  __device__ __forceinline__ float upper(float logit, int64_t token) const {
+    return filter.keeps(logit, token) ? scaled(logit) : 0.0f;
+  }
+  __device__ __forceinline__ float exact(float upper, int64_t token) const {
+    if (dense.data != nullptr)
+      return add_rn(upper, -mul_rn(rho, dense_law.probability(dense.at(token))));
+    return taken == nullptr ? upper : add_rn(upper, -taken->of(static_cast<int>(token)));
+  }
+};
+
+struct TreeFinishShared {
+  SharedTree tree;
+  float coins[kMaxTreeNodes];  // VERIFY_COIN n
+  SharedChildren children;     // logit: in the end the log-probability of each node's token
+  union {
+    SharedPools pools;
+    SharedTaken taken;
   };
-  if (dense) {
-    const RowLaw q(workspace.drafts[at], r.draft_temperature);
-    const LogitRow draft = r.draft_row(n);
-    race([&](float logit, int64_t x) {
-      return add_rn(law.probability(logit, x), -mul_rn(record.rho, q.probability(draft.at(x))));
-    });
-  } else if (pooled) {
-    race([&](float logit, int64_t x) {
-      const bool out = (skip[(x - first) / 32] >> (x - first) % 32 & 1) != 0;
-      return out ? 0.0f : law.probability(logit, x);
-    });
-  } else if (kind == TreeDraw::kWithoutChildren) {
-    race([&](float logit, int64_t x) {
-      const bool out = (skip[(x - first) / 32] >> (x - first) % 32 & 1) != 0;
-      return out ? 0.0f : law.weight(logit, x);
-    });
-  } else {
-    race([&](float logit, int64_t x) { return law.weight(logit, x); });
+  union {
+    uint32_t start[kMaxTreeNodes];
+    int32_t step[kMaxTreeNodes];
+  };
+  int16_t path[kMaxTreeNodes];
+  SharedRace race;
+  RowStats leaf;
+  uint32_t status;
+  int last;  // index of the last node of the path
+  int ticket;
+};
+
+// The path along the steps. All threads of a block; synchronises.
+__device__ __forceinline__ void find_path(const TreeRequest& r, const TreeWorkspace& workspace,
+                                          TreeFinishShared* shared) {
+  const SharedTree& tree = shared->tree;
+  const int64_t first = r.b * r.p.width;
+  if (threadIdx.x == 0) shared->status = tree.faults;
+  if (r.rule == TreeRule::kTraversal) {
+    // the first kept node in post-order: the way down to it by least children
+    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) shared->step[n] = kNoStep;
+    __syncthreads();
+    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+      const NodeRecord record = load_record(workspace.records + first + n);
+      if (record.status != 0) atomicOr(&shared->status, static_cast<uint32_t>(record.status));
+      if (n == 0 || !(record.start > 0.0f) || !(shared->coins[n - 1] <= record.keep)) continue;
+      for (int m = n; m > 0; m = tree.parent[m]) atomicMin(&shared->step[tree.parent[m]], m);
+    }
+    __syncthreads();
   }
-  return best;
+  if (threadIdx.x == 0) shared->last = follow(shared->step, shared->path, &shared->status);
+  __syncthreads();
 }
 
-// Grid: requests x splits.
-__global__ void __launch_bounds__(kFinishThreads)
-    tree_finish_kernel(const __grid_constant__ VerifyTreeParams p, int splits) {
-  __shared__ SharedTree tree;
-  __shared__ SharedWalk walk;
-  __shared__ uint32_t skip[kShare / 32];
-  __shared__ unsigned long long slots[kWarpSize];
-  __shared__ bool is_last;
-  const TreeWorkspace workspace(p);
-  const int64_t b = blockIdx.x / splits;
-  const int split = static_cast<int>(blockIdx.x % splits);
+template <class T>
+__device__ __noinline__ RowFilter find_cut(const RowCluster& cluster, const RowSource<T>& source,
+                                           const ChunkStats* chunks, int count,
+                                           const RowStats& stats, const RowLaw& law,
+                                           const FilterParams& filters) {
+  CutFinder<RowSource<T>> finder(cluster, source, chunks, count, stats, law, filters);
+  return finder.find();
+}
+
+constexpr int kFinishThreads = 320;
+
+// Grid: a cluster a request. kGeneral: with filters, a dense q or the rule match.
+template <class T, bool kGeneral>
+__global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
+                                  kGeneral || sizeof(T) == 4 ? 1 : 2)
+    tree_finish_kernel(const __grid_constant__ VerifyTreeParams p) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  TreeFinishShared& shared = *reinterpret_cast<TreeFinishShared*>(shared_bytes);
+  const RowCluster cluster;
+  const int64_t b = blockIdx.x / cluster.size;
   const TreeRequest r(p, b);
-  if (r.nodes > 0) tree.load(r);  // what the call was given; the rest comes from the other launches
-  previous_launch_done();
-  const NodeRecord* records = workspace.records + b * p.width;
-  int last = -1, n = 0;
-  TreeDraw kind = TreeDraw::kNone;
-  NodeRecord record{};
-  uint32_t status = r.faults;
-  if (r.nodes > 0) {
-    find_path(r, records, tree, &walk);
-    last = walk.last;
-    n = walk.path[last];
-    record = records[n];
-    status |= walk.status | record.stats.faults;
-    if (record.stats.faults == 0) kind = draw_kind(r.rule, record);
-    if (kind != TreeDraw::kNone && record.moved != 0 && record.keep == 0.0f)
+  const TreeWorkspace workspace(p);
+  const SharedTree& tree = shared.tree;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int64_t first = b * p.width;
+  if (r.nodes == 0) {
+    previous_launch_done();
+    if (cluster.rank == 0) {
+      emit_path(r, tree, nullptr, nullptr, -1);
+      if (threadIdx.x == 0) emit_last(r, -1, -1, 0.0f, r.faults);
+    }
+    return;
+  }
+  shared.tree.load(r);
+  if (r.rule != TreeRule::kGreedy && r.rule != TreeRule::kMatch)
+    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) shared.coins[n] = r.coin(n);
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) shared.step[n] = kNoStep;
+  cluster.sync();  // all blocks are there, and their steps
+
+  const bool dense = kGeneral && r.uses_draft() && p.draft_logits != nullptr;
+  const bool pooled = r.uses_draft() && !dense;
+  const bool filtered = kGeneral && r.filters().any(p.vocab);
+  const bool greedy = r.rule == TreeRule::kGreedy;
+  const float scale = law_scale(r.temperature);
+  const int count = pooled ? static_cast<int>(p.pool) : 0;
+  const int workers = SharedPools::most_warps(count);
+  bool waited = false;
+  if (!dense && warp < workers) {
+    const PoolView pool = shared.pools.of_warp(count);
+    float* logprobs = cluster.map(shared.children.logit, 0);
+    for (int k = cluster.rank + cluster.size * warp; k < tree.inner.count;
+         k += cluster.size * workers) {
+      const int n = tree.inner.at[k];
+      prepare_node(r, workspace, tree, n, pooled, pool, &shared.children);
+      if (!waited) previous_launch_done();
+      waited = true;
+      const int64_t row = (first + n) * workspace.row_chunks;
+      uint32_t lane_key;
+      NodeRecord record =
+          fresh_record(combine_chunks(workspace.chunks + row, workspace.first + row,
+                                      workspace.row_chunks, scale, greedy, &lane_key),
+                       1.0f);
+      if (record.stats.faults == 0) {
+        if (kGeneral && r.rule == TreeRule::kMatch)
+          record.stats.argmax = __ldcg(workspace.drawn + first + n);
+        const NodeLaw law(record.stats, r.temperature,
+                          filtered ? workspace.filters + first + n : nullptr);
+        judge_node(r, workspace, tree, shared.coins, n, law, pool, shared.children, logprobs,
+                   &record);
+      }
+      publish_step(cluster, shared.step, n, record.step, record.status);
+      if (lane == 0) workspace.records[first + n] = record;
+      __syncwarp();
+    }
+  }
+  if (!waited) previous_launch_done();
+  if (dense)
+    judge_dense(cluster, r, workspace, tree, shared.coins, shared.step, shared.children.logit);
+  cluster.sync();
+  if (pooled && r.rule == TreeRule::kTraversal) {
+    if (cluster.rank == 0)
+      traverse(r, workspace, tree, &shared.pools, shared.start, &shared.ticket);
+    cluster.sync();
+  }
+  find_path(r, workspace, &shared);
+  shared.taken.clear();
+  __syncthreads();
+
+  const int last = shared.last, n = shared.path[last];
+  const bool leaf = !tree.inner.has(n);
+  LastRow<T> row(cluster, r.target_row(n), p.vocab);
+  const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
+  NodeRecord record = fresh_record(RowStats{}, 1.0f);
+  if (leaf) {
+    read_row<false>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
+    if (warp == 0) {
+      uint32_t lane_key;
+      const RowStats stats =
+          combine_chunks(chunks, workspace.first + (first + n) * workspace.row_chunks,
+                         workspace.row_chunks, scale, greedy, &lane_key);
+      if (lane == 0) shared.leaf = stats;
+    }
+    __syncthreads();
+    record.stats = shared.leaf;
+  } else {
+    record = load_record(workspace.records + first + n);
+  }
+  const uint32_t faults = record.stats.faults;
+  uint32_t status = r.faults | shared.status | faults;
+  if (cluster.rank == 0) emit_path(r, tree, shared.path, shared.children.logit, last);
+  if (faults != 0) {
+    if (cluster.rank == 0 && threadIdx.x == 0) emit_last(r, last, -1, 0.0f, status);
+    return;
+  }
+  const RowLaw law(record.stats, r.temperature);
+  const bool match = r.rule == TreeRule::kMatch;
+  TreeDraw kind = draw_kind(r.rule, record);
+  if (kGeneral && match && leaf) kind = TreeDraw::kPlain;
+  int64_t token = record.stats.argmax;
+  if (kind != TreeDraw::kNone) {
+    if (record.moved != 0 && record.keep == 0.0f) status |= kZeroResidual;
+    RowFilter filter;
+    if (filtered && !leaf) filter = workspace.filters[first + n];
+    if constexpr (kGeneral) {
+      if (filtered && leaf)
+        filter = find_cut(cluster, row.source, chunks, workspace.row_chunks, record.stats, law,
+                          r.filters());
+    }
+    const uint64_t whole = filtered ? filter.mass : record.stats.sum;
+    const bool residual = kind == TreeDraw::kResidual;
+    const bool with_dense = residual && dense;
+    const RowLaw dense_law =
+        with_dense ? RowLaw(workspace.drafts[first + n], r.draft_temperature) : law;
+    TreeWeights weights{law,
+                        filter,
+                        1.0f,
+                        nullptr,
+                        with_dense ? r.draft_row(n) : LogitRow{nullptr, DType::kF32},
+                        dense_law,
+                        record.rho};
+    float mass = static_cast<float>(whole) * (1.0f / kFixedOne);
+    if (residual) {
+      weights.unit = filtered ? div_rn(kFixedOne, static_cast<float>(whole)) : law.inverse_sum;
+      mass = record.mass;
+      if (!dense) {
+        const int32_t* ids = r.pool_ids(n);
+        const LogitRow logits = r.pool_row(n);
+        const RowLaw q(workspace.drafts[first + n], r.draft_temperature);
+        for (int m = threadIdx.x; m < p.pool; m += blockDim.x)
+          if (ids[m] >= 0 && ids[m] < p.vocab)
+            shared.taken.put(ids[m], mul_rn(record.rho, q.probability(logits.at(m))));
+        weights.taken = &shared.taken;
+      }
+    } else if (kind == TreeDraw::kWithoutChildren) {
+      for (int c = n + 1 + threadIdx.x; c < r.nodes; c += blockDim.x)
+        if (tree.parent[c] == n && tree.token[c] >= 0) shared.taken.put(tree.token[c], INFINITY);
+      weights.taken = &shared.taken;
+      mass *= record.mass;
+    }
+    __syncthreads();
+    RaceNoise noise{r.noise(), kind == TreeDraw::kPlain ? kBonusDraw : kResidualDraw, n};
+    if (kGeneral && match) noise = {r.position_noise(last), kPositionDraw, 0};
+    int turn = 0;
+    unsigned long long key = race_last(cluster, &row, weights, noise, mass, &turn, &shared.race);
+    if (key == kNoWinner) {  // p without the children, or over q, is nothing up to rounding
       status |= kZeroResidual;
-  }
-  if (kind == TreeDraw::kNone && split != 0) return;
-  int token =
-      r.nodes > 0 && kind == TreeDraw::kNone && record.stats.faults == 0 ? record.stats.argmax : -1;
-  const auto logprob = [&](int node, int64_t x) {
-    return RowLaw(records[node].stats, r.temperature).log_probability(r.target_row(node).at(x));
-  };
-
-  if (split == 0) {  // all but the token that is still drawn
-    const int accepted = last < 0 ? 0 : last;
-    for (int i = threadIdx.x; i < p.width; i += blockDim.x) {
-      const int64_t x = i < accepted ? tree.token[walk.path[i + 1]] : i == accepted ? token : -1;
-      p.path[b * p.width + i] = i <= last ? walk.path[i] : -1;
-      if (i == accepted && kind != TreeDraw::kNone) continue;
-      p.out_tokens[b * p.width + i] = x;
-      p.chosen_logprob[b * p.width + i] = x >= 0 ? logprob(walk.path[i], x) : 0.0f;
+      weights.unit = 1.0f;
+      weights.taken = nullptr;
+      weights.dense.data = nullptr;
+      noise.purpose = kBonusDraw;
+      key = race_last(cluster, &row, weights, noise, static_cast<float>(whole) * (1.0f / kFixedOne),
+                      &turn, &shared.race);
     }
-    for (int m = threadIdx.x; m < r.nodes; m += blockDim.x)
-      workspace.nodes[b * p.width + m].verdict = 0;
-    if (threadIdx.x == 0) {
-      p.num_accepted[b] = accepted;
-      p.num_emitted[b] = accepted + (token >= 0 || kind != TreeDraw::kNone ? 1 : 0);
-      if (kind == TreeDraw::kNone) p.status[b] = static_cast<uint8_t>(status);
-    }
-    if (kind == TreeDraw::kNone) return;
+    token = static_cast<int64_t>(key & 0xffffffffu);
   }
-
-  const auto log_law = [&](float logit) {
-    return RowLaw(record.stats, r.temperature).log_probability(logit);
-  };
-  Runner mine = race_share(r, workspace, tree, n, record, kind, int64_t{split} * kShare, skip);
-  unsigned long long best = block_reduce(mine.key, least_key, slots);
-  RaceSlot* shares = workspace.slots + b * splits;
-  if (best == kNoWinner ? threadIdx.x == 0 : mine.key == best)
-    shares[split] = {best, best == kNoWinner ? 0.0f : log_law(mine.logit), 0};
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t* arrived = &workspace.requests[b].arrived;
-    is_last = arrive(arrived, 1) == static_cast<unsigned>(splits) - 1;
-    if (is_last) *arrived = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
-
-  mine.key = kNoWinner;
-  float mine_logprob = 0.0f;
-  for (int i = threadIdx.x; i < splits; i += blockDim.x) {
-    const uint4 words = __ldcg(reinterpret_cast<const uint4*>(shares + i));
-    const unsigned long long key = static_cast<unsigned long long>(words.y) << 32 | words.x;
-    if (key < mine.key) {
-      mine.key = key;
-      mine_logprob = __uint_as_float(words.z);
-    }
-  }
-  best = block_reduce(mine.key, least_key, slots);
-  if (best == kNoWinner) {  // p without the children, or over q, is nothing up to rounding
-    status |= kZeroResidual;
-    for (int64_t first = 0; first < p.vocab; first += kShare) {
-      const Runner other = race_share(r, workspace, tree, n, record, TreeDraw::kPlain, first, skip);
-      mine.meet(other.key, other.logit);
-    }
-    best = block_reduce(mine.key, least_key, slots);
-    mine_logprob = log_law(mine.logit);
-  }
-  if (mine.key == best) {
-    p.out_tokens[b * p.width + last] = static_cast<int64_t>(best & 0xffffffffu);
-    p.chosen_logprob[b * p.width + last] = mine_logprob;
-    p.status[b] = static_cast<uint8_t>(status);
-  }
+  if (cluster.rank == 0 && threadIdx.x == 0)
+    emit_last(r, last, token,
+              p.chosen_logprob != nullptr ? law.log_probability(row.source.at(token)) : 0.0f,
+              status);
 }
 
 }  // namespace domino

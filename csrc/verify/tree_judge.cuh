@@ -1,17 +1,25 @@
-// What the walk does at one node, by one warp (match: by a block), from the row's statistics.
+// What the walk does at one node, by one warp: first what the call was given (the children's coins
+// and logits, q), which does not wait for the rows, then the verdict from the row's statistics.
 #pragma once
 
 #include "verify/tree_workspace.cuh"
 
 namespace domino {
 
-// The laws of one node over its pool, in shared or global memory.
+// Sum over a warp, modulo 2^64.
+__device__ __forceinline__ uint64_t warp_units(uint64_t value) {
+  const uint64_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value) & 0xfffffu);
+  const uint64_t mid = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value >> 20) & 0xfffffu);
+  const uint64_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value >> 40));
+  return low + (mid << 20) + (high << 40);
+}
+
+// The laws of one node over its pool, in shared memory.
 struct PoolView {
-  const int32_t* ids;
-  const float* p;
-  const float* q;
+  int32_t* ids;  // -1: unused
+  float* p;      // the target's logits at first
+  float* q;
   int count;
-  PoolUnits units;
 
   // Where x stands, -1 where q gives it nothing.
   __device__ __forceinline__ int find(int x) const {
@@ -27,79 +35,47 @@ struct PoolView {
     uint64_t sum = 0;
     for (int m = threadIdx.x % kWarpSize; m < count; m += kWarpSize)
       sum += to_units(add_rn(p[m], -mul_rn(rho, q[m])));
-    return units.outside + warp_sum(sum);
+    return warp_units(sum);
   }
 };
 
-// What a node begins with, passed between the warps of a block: kPending until it is known.
-constexpr uint32_t kPending = 0xffffffffu;
-constexpr int kMaxSpins = 1 << 22;
-
-__device__ __forceinline__ void set_start(uint32_t* start, float value) {
-  if (threadIdx.x % kWarpSize == 0) atomicExch(start, __float_as_uint(value));
-}
-// By a whole warp. The parent's warp is at work, so it comes; the bound is for what cannot be.
-__device__ __forceinline__ float wait_start(uint32_t* start) {
-  uint32_t word = kPending;
-  if (threadIdx.x % kWarpSize == 0)
-    for (int spins = 0; word == kPending && spins < kMaxSpins; ++spins) word = atomicOr(start, 0u);
-  word = __shfl_sync(kFullMask, word, 0);
-  return word == kPending ? 0.0f : __uint_as_float(word);
-}
-
-// The children in turn: by coins (siblings), or into start[] what each begins with (traversal).
-__device__ inline void judge_pool(const TreeRequest& r, const SharedTree& tree, int n,
-                                  const PoolView& pool, bool usable, uint32_t* start,
-                                  NodeRecord* record) {
-  Residual state(record->start);
-  uint64_t drafted = pool.units.drafted;
-  uint32_t status = 0;
-  tree.for_each_child(n, [&](int c, int x, bool repeated) {
-    const int at = x >= 0 && usable && !repeated ? pool.find(x) : -1;
-    if (at < 0) {
-      status |= x >= 0 ? kBadDraftLaw : x == SharedTree::kBad ? kBadId : 0u;
-      if (start != nullptr) set_start(&start[c], 0.0f);
-      return true;
-    }
-    const float p = pool.p[at], q = pool.q[at];
-    if (start != nullptr) set_start(&start[c], state.keep == 0.0f ? 0.0f : state.chance(p, q));
-    if (state.keep == 0.0f) return true;
-    if (start == nullptr && state.accepts(r.child_coin(c), p, q)) {
-      record->step = c;
-      return false;
-    }
-    drafted -= to_units(q);
-    const float rho = state.next_rho();
-    state.reject(start != nullptr, rho, from_units(pool.units_over(rho)), from_units(drafted));
-    return true;
-  });
-  record->rho = state.rho;
-  record->keep = state.keep;
-  record->moved = state.moved;
-  record->status = status;
-}
-
-struct SharedPool {
+struct SharedPools {
   int32_t ids[kMaxPool];
-  float p[kMaxPool];  // the target's logits at first
+  float p[kMaxPool];
   float q[kMaxPool];
-  RowStats stats;
+
+  // A warp's part. With large pools fewer warps have one: those before most_warps().
+  __device__ __forceinline__ PoolView of_warp(int count) {
+    const int at = static_cast<int>(threadIdx.x / kWarpSize) * count;
+    return {ids + at, p + at, q + at, count};
+  }
+  static __device__ __forceinline__ int most_warps(int count) {
+    const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+    return count == 0 ? warps : min(warps, static_cast<int>(kMaxPool) / count);
+  }
 };
 
-// Ids, the target's logits there and the law q of node n's pool, by one warp.
-__device__ __noinline__ void load_pool(const TreeRequest& r, int n, SharedPool* pool) {
-  const int count = static_cast<int>(r.p.pool), lane = threadIdx.x % kWarpSize;
+// By child, at its parent.
+struct SharedChildren {
+  float logit[kMaxTreeNodes];  // of its token, in the parent's target row
+  float q[kMaxTreeNodes];      // 0: not to be stepped to
+  float left[kMaxTreeNodes];   // mass of q that is not drawn once it and all before it are
+};
+
+// Ids, the target's logits there and the law q of node n's pool. By one warp.
+__device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const PoolView& pool) {
+  const int lane = threadIdx.x % kWarpSize;
   const int32_t* ids = r.pool_ids(n);
   const LogitRow logits = r.pool_row(n), target = r.target_row(n);
   uint32_t key = 0;
-  for (int m = lane; m < count; m += kWarpSize) {
+  for (int m = lane; m < pool.count; m += kWarpSize) {
     const int id = ids[m];
     const bool used = id >= 0 && id < r.p.vocab;
     const float z = logits.at(m);
     if (used) key = max(key, logit_key(z));
-    pool->ids[m] = used ? id : -1;
-    pool->q[m] = used ? z : -INFINITY;
-    pool->p[m] = used ? target.at(id) : -INFINITY;
+    pool.ids[m] = used ? id : -1;
+    pool.q[m] = used ? z : -INFINITY;
+    pool.p[m] = used ? target.at(id) : -INFINITY;
   }
   key = __reduce_max_sync(kFullMask, key);
   RowStats stats{0, key == 0 ? -INFINITY : key_logit(key), -1, 0, 0};
@@ -107,229 +83,269 @@ __device__ __noinline__ void load_pool(const TreeRequest& r, int n, SharedPool* 
   if (stats.faults == 0) {
     const RowLaw weights(stats.top, 1, law_scale(r.draft_temperature));
     uint64_t sum = 0;
-    for (int m = lane; m < count; m += kWarpSize) sum += to_fixed(weights.weight(pool->q[m]));
-    stats.sum = warp_sum(sum);
+    for (int m = lane; m < pool.count; m += kWarpSize) sum += to_fixed(weights.weight(pool.q[m]));
+    stats.sum = warp_units(sum);
     const RowLaw q(stats, r.draft_temperature);
-    for (int m = lane; m < count; m += kWarpSize) pool->q[m] = q.probability(pool->q[m]);
+    for (int m = lane; m < pool.count; m += kWarpSize) pool.q[m] = q.probability(pool.q[m]);
+  } else {
+    for (int m = lane; m < pool.count; m += kWarpSize) pool.q[m] = 0.0f;
   }
-  if (lane == 0) pool->stats = stats;
+  __syncwarp();
+  return stats;
+}
+
+// What does not take the rows of node n: its children's logits and, with a pool, the law q.
+__device__ __forceinline__ void prepare_node(const TreeRequest& r, const TreeWorkspace& workspace,
+                                             const SharedTree& tree, int n, bool pooled,
+                                             const PoolView& pool, SharedChildren* children) {
+  const LogitRow row = r.target_row(n);
+  const int lane = threadIdx.x % kWarpSize;
+  uint64_t drafted = 0;
+  if (pooled) {
+    const RowStats stats = load_pool(r, n, pool);
+    if (lane == 0) workspace.drafts[r.b * r.p.width + n] = stats;
+    for (int m = lane; m < pool.count; m += kWarpSize) drafted += to_units(pool.q[m]);
+    drafted = warp_units(drafted);
+  }
+  tree.for_each_window(n, [&](int c, unsigned mask) {
+    const bool child = (mask >> lane & 1) != 0;
+    const int x = child ? tree.token[c] : SharedTree::kPad;
+    if (child) children->logit[c] = x >= 0 ? row.at(x) : -INFINITY;
+    if (r.rule == TreeRule::kGreedy || r.rule == TreeRule::kMatch) return true;
+    const bool repeated = tree.repeats(n, c, child);
+    float q = x >= 0 && !repeated ? 1.0f : 0.0f, left = 0.0f;
+    if (pooled) {
+      const unsigned usable = __ballot_sync(kFullMask, q > 0.0f);
+      for (; mask != 0; mask &= mask - 1) {
+        const int other = __ffs(mask) - 1;
+        const int at =
+            (usable >> other & 1) != 0 ? pool.find(__shfl_sync(kFullMask, x, other)) : -1;
+        const float mass = at < 0 ? 0.0f : pool.q[at];
+        drafted -= to_units(mass);
+        if (lane == other) {
+          q = mass;
+          left = from_units(drafted);
+        }
+      }
+    }
+    if (child) {
+      children->q[c] = q;
+      children->left[c] = left;
+    }
+    return true;
+  });
   __syncwarp();
 }
 
-// From logits to p, and the units of both laws.
-__device__ inline PoolUnits settle_pool(const TreeRequest& r, const NodeLaw& law,
-                                        SharedPool* pool) {
-  uint64_t inside = 0, drafted = 0;
-  for (int m = threadIdx.x % kWarpSize; m < r.p.pool; m += kWarpSize) {
-    const int id = pool->ids[m];
-    const float p = id >= 0 ? law.probability(pool->p[m], id) : 0.0f;
-    pool->p[m] = p;
-    if (pool->stats.faults != 0) pool->q[m] = 0.0f;
+// From logits to p, and what of p lies outside of the pool.
+__device__ __forceinline__ uint64_t settle_pool(const NodeLaw& law, const PoolView& pool) {
+  uint64_t inside = 0;
+  for (int m = threadIdx.x % kWarpSize; m < pool.count; m += kWarpSize) {
+    const int id = pool.ids[m];
+    const float p = id >= 0 ? law.probability(pool.p[m], id) : 0.0f;
+    pool.p[m] = p;
     inside += to_units(p);
-    drafted += to_units(pool->q[m]);
   }
-  inside = warp_sum(inside);
+  inside = warp_units(inside);
   const uint64_t whole = to_units(1.0f);
   __syncwarp();
-  return {inside < whole ? whole - inside : 0, warp_sum(drafted)};
+  return inside < whole ? whole - inside : 0;
 }
 
-struct Runner {
-  unsigned long long key = kNoWinner;
-  float logit = 0.0f;
-
-  __device__ __forceinline__ void meet(unsigned long long other, float other_logit) {
-    if (other < key) {
-      key = other;
-      logit = other_logit;
-    }
+// step(lane) for the usable children of a window in turn, until it returns false. Returns the
+// status of those that were passed over on the way. x: their tokens; usable: q gives them
+// something.
+template <class Step>
+__device__ __forceinline__ uint32_t go_over(bool child, int x, bool usable, bool* more, Step step) {
+  unsigned seen = kFullMask;
+  for (unsigned left = __ballot_sync(kFullMask, usable); left != 0; left &= left - 1) {
+    *more = step(__ffs(left) - 1);
+    if (*more) continue;
+    seen = (left & (0u - left)) - 1;
+    break;
   }
-};
-
-// The best of this thread's groups of eight tokens: from `first` in steps of `stride`.
-template <class Weight>
-__device__ __forceinline__ Runner race_groups(const RowReader& reader, int64_t first,
-                                              int64_t stride, int64_t end, const RaceNoise& noise,
-                                              Weight weight) {
-  Runner best;
-  float bound = INFINITY;  // a little above the best E / weight of the warp
-  for (int64_t base = first; __any_sync(kFullMask, base < end); base += stride) {
-    float weights[kGroup], logits[kGroup];
-    int likely = 0;
-    Group<float> group{};
-    if (base < end) group = reader.group(static_cast<int>(base));
-    NoiseWords words[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      words[half] = noise.words(static_cast<uint32_t>(base / 4 + half));
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      logits[j] = group.at(j);
-      weights[j] = base + j < end ? weight(logits[j], base + j) : 0.0f;
-      likely = weights[j] > weights[likely] ? j : likely;
-    }
-    // the lane's likeliest token first: its time bounds those of all others
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j)
-      if (j == likely)
-        best.meet(race_key(weights[j], words[j / 4].word[j % 4], base + j), logits[j]);
-    const uint32_t order = __reduce_min_sync(kFullMask, static_cast<uint32_t>(best.key >> 32));
-    if (order < 0x7f800000u) bound = fminf(bound, __uint_as_float(order) * 1.001f);
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      const uint32_t word = words[j / 4].word[j % 4];
-      // E is not below (word + 1/2) 2^-32
-      if (weights[j] > 0.0f && static_cast<float>(word) * 0x1p-32f <= bound * weights[j])
-        best.meet(race_key(weights[j], word, base + j), logits[j]);
-    }
-  }
-  return best;
+  const unsigned none = __ballot_sync(kFullMask, child && x >= 0 && !usable);
+  const unsigned bad = __ballot_sync(kFullMask, x == SharedTree::kBad);
+  return ((none & seen) != 0 ? kBadDraftLaw : 0u) | ((bad & seen) != 0 ? kBadId : 0u);
 }
 
-__device__ __forceinline__ unsigned long long least_key(unsigned long long a,
-                                                        unsigned long long b) {
-  return a < b ? a : b;
-}
-
-// The token that plain seeded sampling draws after node n. The whole block.
-__device__ __noinline__ int32_t draw_by_position(const TreeRequest& r, const SharedTree& tree,
-                                                 unsigned long long* slots, int n,
-                                                 const NodeLaw& law) {
-  int depth = 0;
-  for (int m = n; m > 0 && depth < r.nodes; m = tree.parent[m]) ++depth;
-  const RaceNoise noise{r.position_noise(depth), kPositionDraw, 0};
-  const RowReader reader{r.target_row(n), static_cast<int>(r.p.vocab)};
-  const Runner best =
-      race_groups(reader, kGroup * threadIdx.x, kGroup * blockDim.x, r.p.vocab, noise,
-                  [&](float logit, int64_t x) { return law.weight(logit, x); });
-  return static_cast<int32_t>(block_reduce(best.key, least_key, slots) & 0xffffffffu);
-}
-
-// What node n of a descending rule does. The whole block calls it with what warp 0 needs; the pool
-// is loaded. Only warp 0 returns with the record.
-__device__ inline void judge_node(const TreeRequest& r, const TreeWorkspace& workspace,
-                                  const SharedTree& tree, SharedPool* pool,
-                                  unsigned long long* slots, int n, const RowFilter* cut,
-                                  NodeRecord* record) {
-  const LogitRow row = r.target_row(n);
-  const NodeLaw law(record->stats, r.temperature, cut);
-  if (r.rule == TreeRule::kMatch) record->stats.argmax = draw_by_position(r, tree, slots, n, law);
-  if (threadIdx.x >= kWarpSize) return;
-
+// The verdict on node n. coins: VERIFY_COIN of every index; logprobs: of the tokens of nodes, where
+// the block that emits them has it. By one warp; the record is complete but for traversal, where it
+// waits for the probability of reaching the node (traverse).
+__device__ __forceinline__ void judge_node(const TreeRequest& r, const TreeWorkspace& workspace,
+                                           const SharedTree& tree, const float* coins, int n,
+                                           const NodeLaw& law, const PoolView& pool,
+                                           const SharedChildren& children, float* logprobs,
+                                           NodeRecord* record) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t first = r.b * r.p.width;
+  const bool pooled = r.rule == TreeRule::kSiblings || r.rule == TreeRule::kTraversal;
+  const uint64_t outside = pooled ? settle_pool(law, pool) : 0;
+  Residual state(1.0f);
   uint32_t status = 0;
-  switch (r.rule) {
-    case TreeRule::kGreedy:
-    case TreeRule::kMatch:
-      tree.for_each_child(n, [&](int c, int x, bool) {
-        status |= x == SharedTree::kBad ? kBadId : 0u;
-        if (x == record->stats.argmax) record->step = c;
-        return record->step < 0;
-      });
-      record->status = status;
-      return;
-    case TreeRule::kTargetOnly: {
-      const float u = r.coin(n);
-      float sum = 0.0f;
-      const auto mass_of = [&](int, int x) {
-        return x >= 0 ? law.probability(row.at(x), x) : 0.0f;
-      };
-      tree.for_each_child(n, mass_of, [&](int c, int x, bool repeated, float mass) {
-        status |= x == SharedTree::kBad ? kBadId : 0u;
-        if (x < 0 || repeated) return true;
-        record->moved = 1;
-        sum = add_rn(sum, mass);
-        if (mass > 0.0f && u <= sum) record->step = c;
-        return record->step < 0;
-      });
-      record->status = status;
-      return;
+  float sum = 0.0f;
+  bool more = true;
+  tree.for_each_window(n, [&](int c, unsigned mask) {
+    const bool child = (mask >> lane & 1) != 0;
+    const int x = child ? tree.token[c] : SharedTree::kPad;
+    const float logit = child ? children.logit[c] : -INFINITY;
+    if (r.rule == TreeRule::kGreedy || r.rule == TreeRule::kMatch) {
+      more = !find_child(c, x, static_cast<uint32_t>(record->stats.argmax), &record->step, &status);
+    } else {
+      const float p = x >= 0 ? law.probability(logit, x) : 0.0f;
+      const float q = child ? children.q[c] : 0.0f, left = child ? children.left[c] : 0.0f;
+      if (r.rule == TreeRule::kTargetOnly) {
+        const float u = coins[n];
+        const auto step = [&](int other) {
+          const float mass = __shfl_sync(kFullMask, p, other);
+          record->moved = 1;
+          sum = add_rn(sum, mass);
+          if (mass > 0.0f && u <= sum) record->step = c - lane + other;
+          return record->step < 0;
+        };
+        status |= go_over(child, x, q > 0.0f, &more, step) & ~uint32_t{kBadDraftLaw};  // repeated
+      } else if (r.rule == TreeRule::kSiblings) {
+        const float u = child ? coins[c - 1] : 0.0f;
+        const auto step = [&](int other) {
+          const float of_q = __shfl_sync(kFullMask, q, other);
+          const float of_p = __shfl_sync(kFullMask, p, other);
+          if (state.keep == 0.0f) return true;
+          if (state.accepts(__shfl_sync(kFullMask, u, other), of_p, of_q)) {
+            record->step = c - lane + other;
+            return false;
+          }
+          const float rho = state.next_rho();
+          const uint64_t over = outside + pool.units_over(rho);
+          state.reject(false, rho, from_units(over), __shfl_sync(kFullMask, left, other));
+          return true;
+        };
+        status |= go_over(child, x, q > 0.0f, &more, step);
+      } else if (child) {
+        workspace.children[first + c] = {p, q, left, 0};
+      }
     }
-    default:
-      break;
-  }
-  if (r.p.draft_logits != nullptr) return;  // tree_dense_kernel goes on
-  const PoolUnits units = settle_pool(r, law, pool);
-  const int count = static_cast<int>(r.p.pool);
-  const int64_t at = r.b * r.p.width + n;
-  if (threadIdx.x == 0) workspace.drafts[at] = pool->stats;
+    if (child && r.p.chosen_logprob != nullptr) logprobs[c] = law.law.log_probability(logit);
+    return more;
+  });
+  if (r.rule == TreeRule::kTargetOnly) record->mass = 1.0f - sum;
   if (r.rule == TreeRule::kSiblings) {
-    const PoolView view{pool->ids, pool->p, pool->q, count, units};
-    judge_pool(r, tree, n, view, pool->stats.faults == 0, nullptr, record);
-    return;
+    record->rho = state.rho;
+    record->mass = state.mass;
+    record->keep = state.keep;
+    record->moved = state.moved;
   }
-  // traversal: kept until the probability of reaching the node is known
-  for (int m = threadIdx.x; m < count; m += kWarpSize) {
-    workspace.pool_p[at * count + m] = pool->p[m];
-    workspace.pool_q[at * count + m] = pool->q[m];
+  record->status = static_cast<uint16_t>(status);
+  if (r.rule == TreeRule::kTraversal) {
+    for (int m = lane; m < pool.count; m += kWarpSize) {
+      workspace.pool_p[(first + n) * pool.count + m] = pool.p[m];
+      workspace.pool_q[(first + n) * pool.count + m] = pool.q[m];
+    }
+    if (lane == 0) workspace.outside[first + n] = outside;
   }
-  if (threadIdx.x == 0) workspace.units[at] = units;
 }
 
-// Traversal with pools, by a whole block: nodes in parallel, each by a warp as soon as its parent
-// is done. Tickets rise with the nodes and a parent has an earlier one than its children, so no
-// warp waits for ever.
-__device__ inline void judge_all(const TreeRequest& r, const TreeWorkspace& workspace,
-                                 const SharedTree& tree, SharedPool* pool, uint32_t* start,
-                                 uint32_t* inner, int* ticket) {
+// What a node begins with, passed between the warps of a block: kPending until it is known.
+constexpr uint32_t kPending = 0xffffffffu;
+constexpr int kMaxSpins = 1 << 22;
+
+__device__ __forceinline__ void set_start(uint32_t* start, float value) {
+  *const_cast<volatile uint32_t*>(start) = __float_as_uint(value);
+}
+// By a whole warp. The parent's warp is at work, so it comes; the bound is for what cannot be.
+__device__ __forceinline__ float wait_start(uint32_t* start) {
+  uint32_t word = kPending;
+  for (int spins = 0; word == kPending && spins < kMaxSpins; ++spins)
+    word = *const_cast<volatile uint32_t*>(start);
+  word = __shfl_sync(kFullMask, word, 0);
+  return word == kPending ? 0.0f : __uint_as_float(word);
+}
+
+// Traversal, by a whole block: the nodes with children in parallel, each by a warp as soon as its
+// parent has said with which probability it is reached. Tickets rise with the nodes and a parent
+// has an earlier one than its children, so no warp waits for ever. Completes all records.
+__device__ __forceinline__ void traverse(const TreeRequest& r, const TreeWorkspace& workspace,
+                                         const SharedTree& tree, SharedPools* pools,
+                                         uint32_t* start, int* ticket) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int count = static_cast<int>(r.p.pool);
+  const int64_t first = r.b * r.p.width;
   for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
     start[n] = n == 0 ? __float_as_uint(1.0f) : tree.parent[n] >= 0 ? kPending : 0u;
-  for (int i = threadIdx.x; i < kMaxTreeNodes / 32; i += blockDim.x) inner[i] = 0;
   if (threadIdx.x == 0) *ticket = 0;
   __syncthreads();
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
-    if (const int parent = tree.parent[n]; parent >= 0)
-      atomicOr(&inner[parent / 32], 1u << parent % 32);
-  __syncthreads();
-  const auto has_children = [&](int n) { return (inner[n / 32] >> n % 32 & 1) != 0; };
-  // a warp holds the pool that it works on: with large ones fewer take part
-  const bool works = (warp + 1) * count <= kMaxPool;
-  int32_t* ids = pool->ids + (works ? warp * count : 0);
-  float* own_p = pool->p + (works ? warp * count : 0);
-  float* own_q = pool->q + (works ? warp * count : 0);
-  while (works) {
-    int n = lane == 0 ? atomicAdd(ticket, 1) : 0;
-    n = __shfl_sync(kFullMask, n, 0);
-    if (n >= r.nodes) break;
-    if (!has_children(n)) continue;
-    const int64_t at = r.b * r.p.width + n;
+  const PoolView pool = pools->of_warp(count);
+  while (warp < SharedPools::most_warps(count)) {
+    int k = lane == 0 ? atomicAdd(ticket, 1) : 0;
+    k = __shfl_sync(kFullMask, k, 0);
+    if (k >= tree.inner.count) break;
+    const int n = tree.inner.at[k];
+    const int64_t at = first + n;
     NodeRecord* stored = workspace.records + at;
     const uint32_t faults = __ldcg(&stored->stats.faults);
-    PoolUnits units;
-    units.outside = __ldcg(reinterpret_cast<unsigned long long*>(&workspace.units[at].outside));
-    units.drafted = __ldcg(reinterpret_cast<unsigned long long*>(&workspace.units[at].drafted));
+    const uint64_t outside = __ldcg(workspace.outside + at);
     __syncwarp();
     for (int m = lane; m < count; m += kWarpSize) {
-      ids[m] = r.pool_ids(n)[m];
-      own_p[m] = __ldcg(workspace.pool_p + at * count + m);
-      own_q[m] = __ldcg(workspace.pool_q + at * count + m);
+      pool.p[m] = __ldcg(workspace.pool_p + at * count + m);
+      pool.q[m] = __ldcg(workspace.pool_q + at * count + m);
     }
     __syncwarp();
-    const PoolView view{ids, own_p, own_q, count, units};
-    const float reached = wait_start(&start[n]);
-    NodeRecord record = fresh_record(RowStats{}, reached);
-    if (reached > 0.0f && faults == 0) {
-      judge_pool(r, tree, n, view, true, start, &record);
-    } else {
-      for (int c = n + 1; c < r.nodes; ++c)
-        if (tree.parent[c] == n) set_start(&start[c], 0.0f);
-    }
+    Residual state(-1.0f);  // not asked for yet
+    uint32_t status = 0;
+    float reached = 0.0f;
+    tree.for_each_window(n, [&](int c, unsigned mask) {
+      const bool child = (mask >> lane & 1) != 0;
+      float4 law{0.0f, 0.0f, 0.0f, 0.0f};
+      if (child) law = __ldcg(reinterpret_cast<const float4*>(workspace.children + first + c));
+      const float p = law.x, q = law.y, left = law.z;
+      const int x = child ? tree.token[c] : SharedTree::kPad;
+      bool usable = q > 0.0f && faults == 0;
+      const unsigned all = __ballot_sync(kFullMask, usable);
+      if (child && !usable) set_start(&start[c], 0.0f);
+      if (state.keep < 0.0f) {
+        reached = wait_start(&start[n]);
+        state.keep = reached;
+        // the next level may wait for the first child
+        if (all != 0 && lane == __ffs(all) - 1) set_start(&start[c], state.chance(p, q));
+      } else if (all != 0 && lane == __ffs(all) - 1) {
+        set_start(&start[c], state.keep == 0.0f ? 0.0f : state.chance(p, q));
+      }
+      if (reached == 0.0f) {
+        if (child) set_start(&start[c], 0.0f);
+        return true;
+      }
+      bool more = true, is_first = true;
+      const auto step = [&](int other) {
+        if (state.keep == 0.0f) {
+          if (lane == other) set_start(&start[c], 0.0f);
+          return true;
+        }
+        if (!is_first && lane == other) set_start(&start[c], state.chance(p, q));
+        is_first = false;
+        const float rho = state.next_rho();
+        const uint64_t over = outside + pool.units_over(rho);
+        state.reject(true, rho, from_units(over), __shfl_sync(kFullMask, left, other));
+        return true;
+      };
+      if (faults == 0) status |= go_over(child, x, usable, &more, step);
+      return true;
+    });
     if (lane == 0) {
-      stored->rho = record.rho;
-      stored->start = record.start;
-      stored->keep = record.keep;
-      stored->status = record.status;
-      stored->moved = record.moved;
+      stored->status = static_cast<uint16_t>(status);
+      stored->moved = state.moved;
+      stored->rho = state.rho;
+      stored->mass = state.mass;
+      stored->start = reached;
+      stored->keep = state.keep;
     }
     __syncwarp();
   }
   __syncthreads();
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
-    if (!has_children(n)) {
-      NodeRecord* stored = workspace.records + r.b * r.p.width + n;
-      stored->start = stored->keep = __uint_as_float(start[n]);
-    }
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+    if (tree.inner.has(n)) continue;
+    NodeRecord* stored = workspace.records + first + n;
+    stored->status = 0;
+    stored->start = stored->keep = __uint_as_float(start[n]);
+  }
 }
 
 }  // namespace domino

@@ -186,9 +186,10 @@ struct TreeRequest {
   DOMINO_HD float child_coin(int child) const { return coin(child - 1); }
 
   // A child that can be stepped to as far as its token goes; `status` otherwise says why not.
-  DOMINO_HD bool usable(int64_t token, uint32_t* status) const {
+  template <class Status>
+  DOMINO_HD bool usable(int64_t token, Status* status) const {
     if (token >= 0 && token < p.vocab) return true;
-    if (token != -1) *status |= kBadId;
+    if (token != -1) *status |= static_cast<Status>(kBadId);
     return false;
   }
 };
@@ -219,15 +220,16 @@ struct NodeLaw {
 struct alignas(16) NodeRecord {
   RowStats stats;   // of the target row; match: argmax is the token that was drawn
   int32_t step;     // the child to step to; -1: the walk ends here
-  float rho;        // siblings, traversal: what is left of p
+  uint16_t status;  // of what was looked at
+  uint16_t moved;   // the last token comes from what rejections have left
+  float rho;        // siblings, traversal: what is left of p, relu(p - rho q), ..
+  float mass;       // .. and about how much that is
   float start;      // traversal: probability that the node is reached, ..
   float keep;       // .. and that it is kept once its children are not
-  uint32_t status;  // of what was looked at
-  uint32_t moved;   // the last token comes from what rejections have left
 };
 
 DOMINO_HD NodeRecord fresh_record(const RowStats& stats, float start) {
-  return {stats, -1, 0.0f, start, start, 0, 0};
+  return {stats, -1, 0, 0, 0.0f, 1.0f, start, start};
 }
 
 // How the last token is drawn at the node where the walk ended.

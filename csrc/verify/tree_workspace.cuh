@@ -1,138 +1,115 @@
 // What the launches of verify_tree leave for each other, and a request's tree in shared memory.
 #pragma once
 
-#include "common/reduce.cuh"
 #include "verify/chain_judge.cuh"
 #include "verify/row_cluster.cuh"
 #include "verify/tree_walk.h"
 
 namespace domino {
 
-// Zero before a call and zero again behind it.
-struct RequestControl {
-  uint32_t arrived;  // blocks of the last launch that have run their race
-  uint32_t judged;   // traversal: nodes whose pool is known
-};
-struct NodeControl {
-  uint32_t
-      arrived;  // blocks that are done with their part of the row; pruned ones in the upper half
-  int32_t verdict;  // 0: not known; kDead; otherwise kKnown + the child that is stepped to, or - 1
-};
-// A block of the last launch races so many tokens.
-constexpr int kFinishThreads = 256;
-constexpr int kShare = kFinishThreads * kGroup;
-__host__ __device__ constexpr int64_t share_count(int64_t vocab) {
-  return (vocab + kShare - 1) / kShare;
-}
-
-constexpr int32_t kDead = 1;  // no walk comes here
-constexpr int32_t kKnown = 3;
-
-// The winner of one block's race.
-struct alignas(16) RaceSlot {
-  unsigned long long key;
-  float logprob;
+// A child at its parent, for traversal.
+struct alignas(16) ChildLaw {
+  float p;
+  float q;     // 0: not to be stepped to
+  float left;  // mass of q that is not drawn once the child and all before it are
   uint32_t unused;
 };
 
-struct PoolUnits {
-  uint64_t outside;  // of p
-  uint64_t drafted;  // of q, before any draw
-};
-
-static_assert(sizeof(RequestControl) == 8 && sizeof(NodeControl) == 8 && sizeof(RaceSlot) == 16 &&
-              sizeof(PoolUnits) == 16 && kShare == 2048 && sizeof(NodeRecord) == 48 &&
-              sizeof(RowStats) == 24 && sizeof(RowFilter) == 16 && sizeof(ChunkStats) == 16 &&
-              kChunk == 1024 && kGroup == 8);  // verify_tree_workspace() counts on it
+static_assert(sizeof(ChildLaw) == 16 && sizeof(NodeRecord) == 48 && sizeof(RowStats) == 24 &&
+              sizeof(RowFilter) == 16 && sizeof(ChunkStats) == 16 &&
+              kChunk == 1024);  // verify_tree_workspace() counts on it
 
 struct TreeWorkspace {
-  RequestControl* requests;  // [batch]
-  NodeControl* nodes;        // [batch, width]
-  RaceSlot* slots;           // [batch, shares]
-  NodeRecord* records;       // [batch, width]
-  RowStats* drafts;          // [batch, width]: of the draft row or the pool
-  PoolUnits* units;          // [batch, width]
-  RowFilter* filters;        // [batch, width], with filters
-  float* pool_p;             // [batch, width, pool]
+  NodeRecord* records;          // [batch, width], of nodes with children
+  ChildLaw* children;           // [batch, width]
+  RowStats* drafts;             // [batch, width]: of the draft row or the pool
+  unsigned long long* outside;  // [batch, width]: units of p outside of the pool
+  RowFilter* filters;           // [batch, width], with filters
+  int32_t* drawn;               // [batch, width], match: the token that follows
+  float* pool_p;                // [batch, width, pool]
   float* pool_q;
   ChunkStats* chunks;  // [batch, rows, row_chunks]: target rows, then the rows of a dense q
   uint32_t* first;     // the same: the lowest id that has the chunk's greatest logit
+  int row_chunks;
 
-  __host__ __device__ TreeWorkspace(void* base, int64_t batch, int64_t width, int64_t vocab,
-                                    int64_t pool, bool dense, bool filtered) {
-    char* at = static_cast<char*>(base);
-    const int64_t count = batch * width;
+  __host__ __device__ explicit TreeWorkspace(const VerifyTreeParams& p)
+      : row_chunks(static_cast<int>((p.vocab + kChunk - 1) / kChunk)) {
+    char* at = static_cast<char*>(p.workspace);
+    const int64_t count = p.batch * p.width;
+    const bool dense = p.draft_logits != nullptr;
     const auto take = [&](int64_t size) {
       char* taken = at;
       at += (size + 15) / 16 * 16;
       return static_cast<void*>(taken);
     };
-    requests = static_cast<RequestControl*>(take(batch * sizeof(RequestControl)));
-    nodes = static_cast<NodeControl*>(take(count * sizeof(NodeControl)));
-    slots = static_cast<RaceSlot*>(take(batch * share_count(vocab) * sizeof(RaceSlot)));
     records = static_cast<NodeRecord*>(take(count * sizeof(NodeRecord)));
-    const bool drafted = dense || pool > 0;
-    drafts = static_cast<RowStats*>(take(drafted ? count * sizeof(RowStats) : 0));
-    units = static_cast<PoolUnits*>(take(pool > 0 ? count * sizeof(PoolUnits) : 0));
-    filters = static_cast<RowFilter*>(take(filtered ? count * sizeof(RowFilter) : 0));
-    pool_p = static_cast<float*>(take(count * pool * sizeof(float)));
-    pool_q = static_cast<float*>(take(count * pool * sizeof(float)));
-    const int64_t row_chunks = (vocab + kChunk - 1) / kChunk;
+    children = static_cast<ChildLaw*>(take(count * sizeof(ChildLaw)));
+    drafts = static_cast<RowStats*>(take(dense || p.pool > 0 ? count * sizeof(RowStats) : 0));
+    outside = static_cast<unsigned long long*>(take(p.pool > 0 ? count * 8 : 0));
+    filters = static_cast<RowFilter*>(take(p.has_filters() ? count * sizeof(RowFilter) : 0));
+    drawn = static_cast<int32_t*>(take(count * sizeof(int32_t)));
+    pool_p = static_cast<float*>(take(count * p.pool * sizeof(float)));
+    pool_q = static_cast<float*>(take(count * p.pool * sizeof(float)));
     const int64_t parts = count * (dense ? 2 : 1) * row_chunks;
     chunks = static_cast<ChunkStats*>(take(parts * sizeof(ChunkStats)));
     first = static_cast<uint32_t*>(take(parts * sizeof(uint32_t)));
   }
-
-  __host__ __device__ explicit TreeWorkspace(const VerifyTreeParams& p)
-      : TreeWorkspace(p.workspace, p.batch, p.width, p.vocab, p.pool, p.draft_logits != nullptr,
-                      p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr) {}
 };
 
-// Counts up in *counter; what a block wrote before (with a barrier in between) is visible to the
-// block that sees the last count, behind a barrier. By one thread.
-__device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t amount) {
-  uint32_t before;
-#if __CUDA_ARCH__ >= 700
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(amount)
-               : "memory");
-#else
-  __threadfence();
-  before = atomicAdd(counter, amount);
-  __threadfence();
-#endif
-  return before;
+__device__ __forceinline__ NodeRecord load_record(const NodeRecord* record) {
+  NodeRecord out;
+  uint4* to = reinterpret_cast<uint4*>(&out);
+#pragma unroll
+  for (int n = 0; n < 3; ++n) to[n] = __ldcg(reinterpret_cast<const uint4*>(record) + n);
+  return out;
 }
 
-// A row of any dtype.
-struct RowReader {
-  LogitRow row;
-  int vocab;
+// The nodes that have children. Rows of others are read where the walk ends, and nowhere else.
+struct InnerNodes {
+  static constexpr int kWords = kMaxTreeNodes / 32;
+  int count;
+  uint32_t bits[kWords];
+  uint32_t before[kWords];
+  int16_t at[kMaxTreeNodes];  // in order
 
-  __device__ __forceinline__ float at(int64_t token) const { return row.at(token); }
-  __device__ __forceinline__ Group<float> group(int token) const {
-    if (row.dtype == DType::kF32) return widen(static_cast<const float*>(row.data), token);
-    if (row.dtype == DType::kF16) return widen(static_cast<const f16*>(row.data), token);
-    return widen(static_cast<const bf16*>(row.data), token);
-  }
+  __device__ __forceinline__ bool has(int n) const { return (bits[n / 32] >> n % 32 & 1) != 0; }
 
- private:
-  template <class T>
-  __device__ __forceinline__ Group<float> widen(const T* data, int token) const {
-    Group<T> stored;
-    stored.load(data, token, vocab, reinterpret_cast<uintptr_t>(data) % 16 == 0);
-    Group<float> out;
+  // All threads of a block; synchronises. parents: what r.parent() says, for others to see, or null
+  __device__ __forceinline__ void load(const TreeRequest& r, int16_t* parents) {
+    static_assert(kWords == kWarpSize);
+    const int own = threadIdx.x < r.nodes ? r.parent(threadIdx.x) : -1;
+    if (threadIdx.x < kWords) bits[threadIdx.x] = 0;
+    __syncthreads();
+    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+      const int parent = n < blockDim.x ? own : r.parent(n);
+      if (parents != nullptr) parents[n] = static_cast<int16_t>(parent);
+      if (parent >= 0) atomicOr(&bits[parent / 32], 1u << parent % 32);
+    }
+    __syncthreads();
+    if (threadIdx.x < kWords) {
+      const uint32_t here = __popc(bits[threadIdx.x]);
+      uint32_t sum = here;
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) out.values[j] = stored.at(j);
-    return out;
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const uint32_t lower = __shfl_up_sync(kFullMask, sum, offset);
+        sum += threadIdx.x >= offset ? lower : 0;
+      }
+      before[threadIdx.x] = sum - here;
+      if (threadIdx.x == kWords - 1) count = static_cast<int>(sum);
+    }
+    __syncthreads();
+    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
+      if (has(n))
+        at[before[n / 32] + __popc(bits[n / 32] & ((1u << n % 32) - 1))] = static_cast<int16_t>(n);
+    __syncthreads();
   }
 };
 
 struct SharedTree {
   static constexpr int kPad = -1, kBad = -2;
   int nodes;
-  uint32_t faults;                // kBadTree
+  uint32_t faults;  // kBadTree
+  InnerNodes inner;
   int16_t parent[kMaxTreeNodes];  // -1: root, pad or orphan
   int32_t token[kMaxTreeNodes];   // kPad and kBad: not a token
 
@@ -142,47 +119,44 @@ struct SharedTree {
     for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
       uint32_t status = 0;
       const int64_t x = n == 0 ? kPad : r.token(n);
-      parent[n] = static_cast<int16_t>(r.parent(n));
       token[n] = r.usable(x, &status) ? static_cast<int>(x) : status != 0 ? kBad : kPad;
       found |= r.parent_fault(n);
     }
     if (threadIdx.x == 0) nodes = r.nodes;
     if (const int any = __syncthreads_or(found != 0); threadIdx.x == 0)
       faults = any != 0 ? kBadTree : 0u;
-    __syncthreads();
+    inner.load(r, parent);
   }
 
-  // fn(child, token, repeated, value) for the children of n in order, by a whole warp, until it
-  // returns false. repeated: an earlier sibling has the token. value: what `of` gives for a child;
-  // it is asked for 32 of them side by side.
-  template <class Of, class Fn>
-  __device__ __forceinline__ void for_each_child(int n, Of of, Fn fn) const {
+  // fn(c, mask) for the children of n, in order, 32 nodes at a time: a lane has node c, the mask
+  // is of the lanes whose node is a child. By a whole warp, until fn returns false.
+  template <class Fn>
+  __device__ __forceinline__ void for_each_window(int n, Fn fn) const {
     for (int base = (n + 1) / kWarpSize * kWarpSize; base < nodes; base += kWarpSize) {
       const int c = base + static_cast<int>(threadIdx.x % kWarpSize);
-      const bool mine = c > n && c < nodes && parent[c] == n;
-      unsigned mask = __ballot_sync(kFullMask, mine);
-      if (mask == 0) continue;
-      const int own = mine ? token[c] : kPad;
-      const float value = mine ? of(c, own) : 0.0f;
-      bool repeated = false;
-      if (mine)
-        for (int m = n + 1; m < c; ++m) repeated |= parent[m] == n && token[m] == own;
-      const unsigned repeats = __ballot_sync(kFullMask, repeated);
-      for (; mask != 0; mask &= mask - 1) {
-        const int lane = __ffs(mask) - 1;
-        if (!fn(base + lane, __shfl_sync(kFullMask, own, lane), (repeats >> lane & 1) != 0,
-                __shfl_sync(kFullMask, value, lane)))
-          return;
-      }
+      const unsigned mask = __ballot_sync(kFullMask, c > n && c < nodes && parent[c] == n);
+      if (mask != 0 && !fn(c, mask)) return;
     }
   }
 
-  template <class Fn>
-  __device__ __forceinline__ void for_each_child(int n, Fn fn) const {
-    for_each_child(
-        n, [](int, int) { return 0.0f; },
-        [&](int c, int x, bool repeated, float) { return fn(c, x, repeated); });
+  // Does an earlier child of n have the token of this lane's child? By a whole warp.
+  __device__ __forceinline__ bool repeats(int n, int c, bool child) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int x = child && token[c] >= 0 ? token[c] : -1 - lane;
+    bool found = (__match_any_sync(kFullMask, x) & ((1u << lane) - 1)) != 0;
+    for (int m = n + 1; m < c - lane; ++m) found |= parent[m] == n && token[m] == x;
+    return found;
   }
 };
+
+// Is one of the children in this warp's window, whose tokens x are, the token? Then it is the step.
+__device__ __forceinline__ bool find_child(int c, int x, uint32_t token, int* step,
+                                           uint32_t* status) {
+  const unsigned hit = __ballot_sync(kFullMask, x >= 0 && static_cast<uint32_t>(x) == token);
+  const unsigned bad = __ballot_sync(kFullMask, x == SharedTree::kBad);
+  if ((hit != 0 ? bad & ((hit & (0u - hit)) - 1) : bad) != 0) *status |= kBadId;
+  if (hit != 0) *step = c - static_cast<int>(threadIdx.x % kWarpSize) + __ffs(hit) - 1;
+  return hit != 0;
+}
 
 }  // namespace domino

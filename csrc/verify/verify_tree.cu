@@ -1,56 +1,67 @@
 #include <algorithm>
 
 #include "verify/tree_extra.cuh"
-#include "verify/tree_finish.cuh"
+#include "verify/tree_greedy.cuh"
 
 namespace domino {
 
 namespace {
 
-bool has_filters(const VerifyTreeParams& p) {
-  return p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
-}
-
-int launch_rows(const VerifyTreeParams& p, bool of_target, const DeviceInfo& device,
-                cudaStream_t stream) {
-  const int64_t rows = p.batch * p.width, row_chunks = ceil_div<int64_t>(p.vocab, kChunk);
-  // blocks to a row: all of a small batch at once, a few of a large one, so that verdicts come
-  // early
+int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only,
+                const DeviceInfo& device, cudaStream_t stream) {
+  const int64_t chunks = p.width * ceil_div<int64_t>(p.vocab, kChunk);
+  const int64_t most = ceil_div<int64_t>(chunks, kTreeRowWarps);
   const int64_t resident = device.processors * kTreeRowBlocks;
-  const int64_t wanted = std::clamp<int64_t>(resident / rows, 3, std::max<int64_t>(row_chunks, 3));
-  const int steps = static_cast<int>(ceil_div<int64_t>(row_chunks, wanted * kTreeRowWarps));
-  const int64_t row_blocks = ceil_div<int64_t>(row_chunks, steps * kTreeRowWarps);
-  if (rows * row_blocks > INT32_MAX || row_blocks > 0xffff) return kBadArgument;
-  const int prune_from = static_cast<int>(resident);
+  const int64_t blocks = std::clamp<int64_t>(resident / p.batch, 1, most);
+  if (p.batch * blocks > INT32_MAX || chunks > INT32_MAX / 2) return kBadArgument;
   return dispatch_dtype(of_target ? p.target_dtype : p.draft_dtype, [&](auto tag) {
-    tree_rows_kernel<decltype(tag)>
-        <<<static_cast<unsigned>(rows * row_blocks), kTreeRowWarps * kWarpSize, 0, stream>>>(
-            p, static_cast<int>(row_blocks), steps, prune_from, of_target);
+    using T = decltype(tag);
+    const auto kernel = argmax_only ? tree_rows_kernel<T, true> : tree_rows_kernel<T, false>;
+    // so that an SM need not change its split before it takes a block of the last launch
+    const cudaError_t status = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (status != cudaSuccess) return static_cast<int>(status);
+    kernel<<<static_cast<unsigned>(p.batch * blocks), kTreeRowWarps * kWarpSize, 0, stream>>>(
+        p, static_cast<int>(blocks), of_target);
     return launched();
   });
 }
 
-int launch_cuts(const VerifyTreeParams& p, const DeviceInfo& device, cudaStream_t stream) {
+// A launch of clusters that may start while the one in front runs.
+template <class Kernel>
+int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, int threads,
+                    int shared, const DeviceInfo& device, cudaStream_t stream) {
+  // as many blocks to a group as keep the device busy; more than 8 is for the data centre parts
+  // alone, and only a few such clusters fit at a time
+  const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk);
+  const int most = device.major == 9 || device.major == 10 ? 16 : 8;
+  const int wanted = groups <= 4 ? most : groups <= 16 ? 8 : groups <= 64 ? 4 : 2;
   int size = 1;
-  const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk), nodes = p.batch * p.width;
   if (device.major >= 9)
-    while (size < 8 && size < chunks) size *= 2;
-  if (nodes * size > INT32_MAX) return kBadArgument;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(size), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(nodes * size));
-  config.blockDim = dim3(kWalkThreads);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = device.major >= 9 ? 2 : 0;
-  return dispatch_dtype(p.target_dtype, [&](auto tag) {
-    cudaLaunchKernelEx(&config, tree_cut_kernel<decltype(tag)>, p);
-    return launched();
-  });
+    while (size < wanted && size * threads / kWarpSize < chunks) size *= 2;
+  if (size > 8) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != cudaSuccess) return status;
+  }
+  if (groups * size > INT32_MAX) return kBadArgument;
+  LaunchShape shape{dim3(static_cast<unsigned>(groups * size)), threads};
+  shape.shared = shared;
+  shape.cluster = size;
+  shape.overlap = device.major >= 9;
+  launch_kernel(shape, stream, kernel, p);
+  return launched();
+}
+
+template <class T, bool kGeneral>
+int launch_finish(const VerifyTreeParams& p, const DeviceInfo& device, cudaStream_t stream) {
+  const auto kernel = tree_finish_kernel<T, kGeneral>;
+  constexpr int kShared = sizeof(TreeFinishShared);
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (status != cudaSuccess) return status;
+  return launch_clusters(kernel, p, p.batch, kGeneral ? kWalkThreads : kFinishThreads, kShared,
+                         device, stream);
 }
 
 }  // namespace
@@ -63,27 +74,28 @@ int verify_tree_cuda(const VerifyTreeParams& p, void* raw_stream) {
   const cudaStream_t stream = as_stream(raw_stream);
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
-  const bool overlap = device.major >= 9;
-  if (const int status = launch_rows(p, true, device, stream); status != kOk) return status;
-  if (has_filters(p)) {
-    if (const int status = launch_cuts(p, device, stream); status != kOk) return status;
-    if (p.draft_logits == nullptr) {
-      launch_kernel(overlap, static_cast<unsigned>(p.batch * p.width), kTreeRowWarps * kWarpSize,
-                    stream, tree_judge_kernel, p);
-      if (const int status = launched(); status != kOk) return status;
+  const bool argmax_only = p.temperature == nullptr && p.chosen_logprob == nullptr;
+  const bool dense = p.draft_logits != nullptr, match = p.rule == TreeRule::kMatch;
+  if (p.width > 1) {
+    if (const int status = launch_rows(p, true, argmax_only, device, stream); status != kOk)
+      return status;
+    if (dense)
+      if (const int status = launch_rows(p, false, false, device, stream); status != kOk)
+        return status;
+  }
+  return dispatch_dtype(p.target_dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if (argmax_only)
+      return launch_clusters(tree_greedy_kernel<T>, p, p.batch, kTreeGreedyThreads, 0, device,
+                             stream);
+    if (!p.has_filters() && !dense && !match) return launch_finish<T, false>(p, device, stream);
+    if (p.width > 1 && (p.has_filters() || match)) {
+      const int status = launch_clusters(tree_node_kernel<T>, p, p.batch * p.width, kWalkThreads, 0,
+                                         device, stream);
+      if (status != kOk) return status;
     }
-  }
-  if (p.draft_logits != nullptr) {
-    if (const int status = launch_rows(p, false, device, stream); status != kOk) return status;
-    launch_kernel(overlap, static_cast<unsigned>(p.batch), kDenseThreads, stream, tree_dense_kernel,
-                  p);
-    if (const int status = launched(); status != kOk) return status;
-  }
-  const int64_t splits = share_count(p.vocab);
-  if (p.batch * splits > INT32_MAX) return kBadArgument;
-  launch_kernel(overlap, static_cast<unsigned>(p.batch * splits), kFinishThreads, stream,
-                tree_finish_kernel, p, static_cast<int>(splits));
-  return launched();
+    return launch_finish<T, true>(p, device, stream);
+  });
 }
 
 }  // namespace domino

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/hd.h"
 
 namespace domino {
 
@@ -25,7 +26,7 @@ struct VerifyTreeParams {
   int32_t* path;                   // [batch, width] contiguous: nodes from the root, then -1
   int32_t* num_accepted;           // [batch]
   int32_t* num_emitted;            // [batch]
-  float* chosen_logprob;           // [batch, width] contiguous, padded with 0
+  float* chosen_logprob;           // [batch, width] contiguous, padded with 0, or null
   uint8_t* status;                 // [batch] bits of VerifyStatus
   void* workspace;                 // CUDA: verify_tree_workspace() bytes; CPU: unused
   const void* target_logits;       // [batch, width, vocab], or [total_nodes, vocab] with cu_nodes
@@ -61,26 +62,28 @@ struct VerifyTreeParams {
   DType draft_dtype;  // of pool_logits or draft_logits
   TreeRule rule;
   int filter_order;  // FilterOrder
+
+  DOMINO_HD bool has_filters() const {
+    return top_k != nullptr || top_p != nullptr || min_p != nullptr;
+  }
 };
 
 constexpr int64_t kMaxTreeNodes = 1024;
 constexpr int64_t kMaxPool = 1024;
 
-// Bytes of workspace of a CUDA call; tree_workspace.cuh lays it out. It has to be zero before its
-// first call and serves calls of these sizes: counters in it are zero again after each.
+// Bytes of workspace of a CUDA call; tree_workspace.cuh lays it out.
 inline int64_t verify_tree_workspace(int64_t batch, int64_t width, int64_t vocab, int64_t pool,
                                      bool dense, bool filtered) {
   const int64_t nodes = batch * width, chunks = nodes * (dense ? 2 : 1) * ((vocab + 1023) / 1024);
   int64_t bytes = 0;
   const auto take = [&](int64_t size) { bytes += (size + 15) / 16 * 16; };
-  take(batch * 8);                             // RequestControl
-  take(nodes * 8);                             // NodeControl
-  take(batch * ((vocab + 2047) / 2048) * 16);  // RaceSlot
-  take(nodes * 48);                            // NodeRecord
-  take(dense || pool > 0 ? nodes * 24 : 0);    // RowStats of q
-  take(pool > 0 ? nodes * 16 : 0);             // PoolUnits
-  take(filtered ? nodes * 16 : 0);             // RowFilter
-  take(nodes * pool * 4);                      // p and q over the pool
+  take(nodes * 48);                          // NodeRecord
+  take(nodes * 16);                          // ChildLaw
+  take(dense || pool > 0 ? nodes * 24 : 0);  // RowStats of q
+  take(pool > 0 ? nodes * 8 : 0);            // units of p outside of the pool
+  take(filtered ? nodes * 16 : 0);           // RowFilter
+  take(nodes * 4);                           // drawn tokens
+  take(nodes * pool * 4);                    // p and q over the pool
   take(nodes * pool * 4);
   take(chunks * 16);  // ChunkStats, and the first id of each
   take(chunks * 4);

@@ -306,6 +306,7 @@ class Walk {
       const int64_t token = i < accepted ? r_.token(path[i + 1]) : i < emitted ? last : -1;
       p.path[at] = i <= accepted ? path[i] : -1;
       p.out_tokens[at] = token;
+      if (p.chosen_logprob == nullptr) continue;
       p.chosen_logprob[at] = 0.0f;
       if (token >= 0)
         p.chosen_logprob[at] = RowLaw(rows_.target(path[i]), r_.temperature)
@@ -326,7 +327,7 @@ void emit_nothing(const TreeRequest& r) {
   for (int64_t at = r.b * r.p.width; at < (r.b + 1) * r.p.width; ++at) {
     r.p.path[at] = -1;
     r.p.out_tokens[at] = -1;
-    r.p.chosen_logprob[at] = 0.0f;
+    if (r.p.chosen_logprob != nullptr) r.p.chosen_logprob[at] = 0.0f;
   }
   r.p.num_accepted[r.b] = 0;
   r.p.num_emitted[r.b] = 0;

@@ -331,8 +331,16 @@ def expand(
 def expand_workspace(batch, paths, children, weights, *, pool_size=None):
     """Scratch memory for `expand_out`: a uint8 tensor on the device of the weights.
 
-    One tensor serves one call at a time, of up to this batch, paths and children, over a pool of up
-    to pool_size ids or, where it is None, the whole vocabulary.
+    One tensor serves one call at a time, whatever it holds before.
+
+    Args:
+        batch, paths: the most requests, and paths of a request, of a call.
+        children: the most children of a path, 1 to 32.
+        weights: HeadWeights of the calls.
+        pool_size: the most ids of a pool; None: calls over the whole vocabulary.
+
+    Raises:
+        TypeError, ValueError: weights or children do not fit.
     """
     _check(weights, children)
     candidates = weights.vocab_size if pool_size is None else pool_size

@@ -120,6 +120,9 @@ def build_tree(
 
     Raises:
         TypeError, ValueError: an argument does not fit.
+
+    Source: the choice of the best candidates after Li et al. 2406.16858 (EAGLE-2), section 4.2;
+    masks and positions as SGLang's `build_tree_kernel_efficient` lays them out.
     """
     op = "build_tree"
     batch, count = checks.sizes(op, "tokens", tokens, "[B, C]")
@@ -198,6 +201,8 @@ def compact_accepted(path, num_accepted, *tensors, out=None):
 
     Raises:
         TypeError, ValueError: an argument does not fit.
+
+    Source: what SGLang and TensorRT-LLM do with `accept_index` after a tree was verified.
     """
     op = "compact_accepted"
     batch, width = checks.sizes(op, "path", path, "[B, W]")
@@ -297,6 +302,9 @@ def kv_move(caches, path, num_accepted, start, *, layout="NHD", page_table=None)
 
     Raises:
         TypeError, ValueError: an argument does not fit.
+
+    Source: what SGLang (`move_accept_tokens_to_target_kvcache`) and TensorRT-LLM
+    (`updateKVBlockArrayDraftTokenLocation`) do, for any page size and for all layers in one launch.
     """
     op = "kv_move"
     batch, _ = checks.sizes(op, "path", path, "[B, W]")

@@ -43,7 +43,8 @@ class TreeResult(NamedTuple):
     path: torch.Tensor  # [B, N] int32: the kept nodes, root first, then -1
     num_accepted: torch.Tensor  # [B] int32: drafts kept; the path has one node more
     num_emitted: torch.Tensor  # [B] int32: num_accepted + 1, or num_accepted where FAILED
-    chosen_logprob: torch.Tensor  # [B, N] float32: log p of each emitted token, then 0
+    # [B, N] float32: log p of each emitted token, then 0; None with logprobs=False
+    chosen_logprob: torch.Tensor | None
     status: torch.Tensor  # [B] uint8: bits of TreeStatus
 
 
@@ -104,7 +105,7 @@ def _launch_verify_tree(
         path=path.data_ptr(),
         num_accepted=num_accepted.data_ptr(),
         num_emitted=num_emitted.data_ptr(),
-        chosen_logprob=chosen_logprob.data_ptr(),
+        chosen_logprob=_pointer(chosen_logprob),
         status=status.data_ptr(),
         workspace=workspace.data_ptr(),
         target_logits=target_logits.data_ptr(),
@@ -151,7 +152,7 @@ _verify_tree = define(
     "Tensor? pool_logits, Tensor? draft_logits, Tensor? draft_temperature, Tensor? top_k, "
     "Tensor? top_p, Tensor? min_p, int filter_order, Tensor? cu_nodes, "
     "Tensor(a!) out_tokens, Tensor(b!) path, Tensor(c!) num_accepted, Tensor(d!) num_emitted, "
-    "Tensor(e!) chosen_logprob, Tensor(f!) status, Tensor(g!) workspace) -> ()",
+    "Tensor(e!)? chosen_logprob, Tensor(f!) status, Tensor(g!) workspace) -> ()",
     _launch_verify_tree,
 )
 
@@ -159,33 +160,52 @@ _verify_tree = define(
 def verify_tree_workspace(
     batch, width, vocab, *, pool=0, dense=False, filtered=False, device
 ):  # fmt: skip
-    """Scratch memory for verify_tree calls of this size: int64, zero.
+    """Scratch memory for verify_tree calls: a tensor of int64 on `device`.
 
-    width: N, or the most nodes of a request; pool: M of draft_pool; dense: with draft_logits;
-    filtered: with top_k, top_p or min_p. It serves calls of these sizes, one at a time; for others
-    make another one.
+    It serves calls of these sizes, one at a time, whatever it holds before; graphs that may run
+    side by side need one each. 20 bytes for every 1024 logits: 1.6 MB for 8 requests of 64 nodes at
+    V = 151936.
+
+    Args:
+        batch: B. width: N, or with cu_nodes the most nodes of a request. vocab: V.
+        pool: M of draft_pool. dense: with draft_logits. filtered: with top_k, top_p or min_p.
+        device: of the calls; on the CPU the tensor is empty.
+
+    Raises:
+        TypeError: a size is no integer.
     """
     size = 0  # the CPU twin needs none
     if torch.device(device).type == "cuda":
         size = _C.verify_tree_workspace(
             batch=batch, width=width, vocab=vocab, pool=pool, dense=dense, filtered=filtered
         )
-    return torch.zeros(-(-size // 8), dtype=torch.int64, device=device)
+    return torch.empty(-(-size // 8), dtype=torch.int64, device=device)
 
 
-def _empty_result(batch, width, device):
+def _result_sizes(batch, width, logprobs):
     wide = (batch, width)
-    shapes = wide, wide, batch, batch, wide, batch
-    pairs = zip(shapes, _RESULT_DTYPES)
-    return TreeResult(*(torch.empty(size, dtype=kind, device=device) for size, kind in pairs))
+    sizes = wide, wide, batch, batch, wide if logprobs else None, batch
+    return zip(TreeResult._fields, sizes, _RESULT_DTYPES)
 
 
-def _check_result(op, out, batch, width, device):
+def _empty_result(batch, width, device, logprobs=True):
+    return TreeResult(
+        *(
+            None if size is None else torch.empty(size, dtype=dtype, device=device)
+            for _, size, dtype in _result_sizes(batch, width, logprobs)
+        )
+    )
+
+
+def _check_result(op, out, batch, width, device, logprobs):
     if not isinstance(out, TreeResult):
         raise TypeError(f"{op}: out: got {type(out).__name__}, expected a TreeResult")
-    narrow, wide = (batch,), (batch, width)
-    shapes = wide, wide, narrow, narrow, wide, narrow
-    for name, value, shape, dtype in zip(TreeResult._fields, out, shapes, _RESULT_DTYPES):
+    for (name, size, dtype), value in zip(_result_sizes(batch, width, logprobs), out):
+        if size is None:
+            if value is not None:
+                raise ValueError(f"{op}: out.{name}: got a tensor, expected None")
+            continue
+        shape = (size,) if isinstance(size, int) else size
         checks.tensor(op, f"out.{name}", value, shape, dtype, device)
         checks.contiguous(op, f"out.{name}", value)
 
@@ -208,6 +228,7 @@ def verify_tree(
     filter_order="transformers",
     cu_nodes=None,
     width=None,
+    logprobs=True,
     out=None,
     workspace=None,
 ):
@@ -264,6 +285,7 @@ def verify_tree(
         cu_nodes: [B + 1] int32: request b owns nodes cu_nodes[b] .. cu_nodes[b + 1] - 1. None at
             all: an inactive request, which emits nothing.
         width: with cu_nodes, the most nodes that a request may have (the N of the results).
+        logprobs: False: no chosen_logprob; greedy requests then need no sums.
         out: TreeResult of contiguous tensors to write.
         workspace: from verify_tree_workspace for these sizes, so that the call allocates nothing.
             One call at a time may use it.
@@ -367,9 +389,9 @@ def verify_tree(
                 raise ValueError(f"{op}: {name}: got a value, expected None with rule {rule!r}")
 
     if out is None:
-        out = _empty_result(batch, width, device)
+        out = _empty_result(batch, width, device, logprobs)
     else:
-        _check_result(op, out, batch, width, device)
+        _check_result(op, out, batch, width, device, logprobs)
     sizes = dict(
         pool=0 if pool_ids is None else pool_ids.size(-1),
         dense=draft_logits is not None,
