@@ -52,12 +52,12 @@ class GatedMarkov(Markov):
 class TokenGru(nn.Module):
     """Logits of the tokens alone: low_rank_lm_head(act(rank_proj(GRU state))) (DeLS-Spec)."""
 
-    def __init__(self, activation):
+    def __init__(self, activation, units=G, rank=R):
         super().__init__()
         self.embedding = nn.Embedding(V, H)
-        self.prefix_gru = nn.GRU(H, G, bias=False, batch_first=True)
-        self.rank_proj = nn.Linear(G, R, bias=False)
-        self.low_rank_lm_head = nn.Linear(R, V, bias=False)
+        self.prefix_gru = nn.GRU(H, units, bias=False, batch_first=True)
+        self.rank_proj = nn.Linear(units, rank, bias=False)
+        self.low_rank_lm_head = nn.Linear(rank, V, bias=False)
         self.activation = activation
 
     def rollout(self, base, hidden, anchor):
@@ -76,6 +76,9 @@ HEADS = {
     "gate": GatedMarkov,
     "silu": lambda: TokenGru(functional.silu),
     "linear": lambda: TokenGru(lambda z: z),
+    # sizes that one persistent launch takes on a GPU
+    "silu-block": lambda: TokenGru(functional.silu, 64, 32),
+    "linear-block": lambda: TokenGru(lambda z: z, 64, 32),
 }
 
 
@@ -91,10 +94,10 @@ def make(kind, dtype, device, B=3):
         names = {f"markov_head.{name}": value for name, value in names.items()}
         weights = HeadWeights.from_state_dict(names)
     else:
-        activation = "identity" if kind == "linear" else "silu"
+        activation = "identity" if "linear" in kind else "silu"
         table = names.pop("embedding.weight")
         weights = HeadWeights.from_state_dict(names, table, rank_activation=activation)
-    assert weights.low_rank == kind
+    assert weights.low_rank == kind.removesuffix("-block")
     base = (torch.randn(B, S, V) * 2).to(device, dtype)
     hidden = torch.randn(B, S, H).to(device, dtype) if kind == "gate" else None
     return module, weights, base, hidden, torch.randint(V, (B,)).to(device)
@@ -133,7 +136,7 @@ def test_replay(kind, dtype, shift_label, prefix, device):
         [None if a is None else to_numpy(a) for a in arrays],
         shift_label=shift_label,
         prefix=prefix,
-        low_rank=kind,
+        low_rank=weights.low_rank,
         dtype=str(dtype).removeprefix("torch."),
     )
     of_ids = np.take_along_axis(expected, tokens.cpu().numpy()[..., None], -1)[..., 0]
@@ -152,6 +155,45 @@ def test_a_row_does_not_depend_on_the_others(kind, dtype, device):
         part = base[rows], None if hidden is None else hidden[rows], anchor[rows]
         alone = draft_chain(*part, weights, return_scores=True)
         assert torch.equal(alone[0], whole[0][rows]) and torch.equal(alone[1], whole[1][rows])
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("kind", ["silu-block", "linear-block"])
+def test_drafts_of_a_token_only_gru_are_drawn(kind, table, device):
+    """From the pool's law, in one persistent launch on a GPU: its logits are the scores."""
+    dtype = torch.bfloat16
+    _, weights, base, hidden, anchor = make(kind, dtype, device, B=5)
+    number = torch.arange(5, device=device)
+    result = draft_chain(
+        base,
+        hidden,
+        anchor,
+        weights.with_table() if table else weights,
+        exact=False,
+        pool_size=50,
+        temperature=torch.full((5,), 0.9, device=device),
+        seed=number,
+        block_start=number,
+    )
+    arrays = [getattr(weights, name) for name in ("w_ih", "w_hh", "w1", "w2", "embedding")]
+    expected = chain_scores(
+        result.tokens.cpu().numpy(),
+        to_numpy(base),
+        np.zeros((5, S, 0)),
+        anchor.cpu().numpy(),
+        [to_numpy(a) for a in arrays],
+        shift_label=True,
+        prefix=1,
+        low_rank=weights.low_rank,
+        dtype="bfloat16",
+    )
+    ids = result.pool_ids.cpu().numpy()
+    np.testing.assert_allclose(
+        result.pool_logits.cpu().numpy(),
+        np.take_along_axis(expected, ids, -1),
+        atol=2 * EPSILON[dtype],
+    )
+    assert len({tuple(row) for row in result.tokens.tolist()}) > 1
 
 
 def fields(**changes):

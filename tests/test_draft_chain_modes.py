@@ -422,10 +422,11 @@ def test_exact_ids_do_not_depend_on_the_pool(batch, dtype, generator):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])
 @pytest.mark.parametrize("mode", ["exact", "pool", "drawn"])
-def test_a_block_that_never_comes(mode, generator):
+def test_a_block_that_never_comes(mode, table, generator):
     """The others give up in time, the second form does the block with the same bits."""
-    inputs = block_inputs(generator, torch.bfloat16, 12, WIDE)
+    inputs = block_inputs(generator, torch.bfloat16, 12, WIDE, table)
     settings = dict(exact=mode == "exact", pool_size=100)
     settings |= drawn_arguments(12, "cuda") if mode == "drawn" else {}
     plan = ChainPlan(inputs[3], 12, pool_size=100)
@@ -439,6 +440,23 @@ def test_a_block_that_never_comes(mode, generator):
         for name in ("tokens", "scores", "pool_logits", "log_probs"):
             actual, wanted = getattr(result, name), getattr(expected, name)
             assert actual is wanted is None or torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [576, 4096, 5000])
+@pytest.mark.parametrize("batch", [1, 8, 9, 70])
+def test_input_product_without_a_table(batch, hidden, generator):
+    """What is kept on the chip of W_ih, and what is not, sums as the second form does."""
+    inputs = block_inputs(generator, torch.float16, batch, dict(WIDE, H=hidden), table=False)
+    plan = ChainPlan(inputs[3], batch, pool_size=64)
+    call = dict(exact=False, pool_size=64, plan=plan, return_scores=True)
+    tokens, scores = draft_chain(*inputs, **call)
+    control = plan.workspace[:16].view(torch.int32)
+    assert control[2] == 0
+    control[3] = 1
+    second = draft_chain(*inputs, **call)
+    assert control[2] != 0
+    assert torch.equal(tokens, second[0]) and torch.equal(scores, second[1])
 
 
 @pytest.mark.gpu

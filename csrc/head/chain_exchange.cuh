@@ -1,12 +1,13 @@
 // Words by which the resident blocks of a launch pass values to each other through L2.
 //
-// A word is 8 bytes, written and read at once, and carries a tag beside its value: who sees the tag
-// has the value, without fence or flag.
+// A word is 8 or 16 bytes, written and read at once, and carries a tag beside its value: who sees
+// the tag has the value, without fence or flag.
 //
 //   state   4 elements of S_j. |S_j| < 2 leaves bit 14 of each free (fp16 and bf16 alike): a tag of
 //           4 bits, 1 + j / 2, with a buffer for even and one for odd drafts
 //   key     an argmax key: value, id (27 bits), and j + 1 in 5 bits
 //   u       2 elements and an epoch of 32 bits that no other launch has
+//   input   three sums of fp32 and that epoch (chain_input.cuh)
 //
 // Tags that small must not be found where the last launch left them. So launches take turns between
 // two sets of states and keys, and each clears the other's: kernel boundaries lie between.
@@ -24,7 +25,13 @@ namespace domino {
 
 constexpr uint32_t kPatience = 1 << 19;  // about 280 us
 
-// Where the words stand: u of two groups, then two sets of states and keys of two groups.
+// The sums of a unit's gates over a quarter of the inputs.
+struct InputWord {
+  float r, z, n;
+  uint32_t tag;  // epoch + j
+};
+
+// Where the words stand: u of two groups, two sets of states and keys of two groups, inputs.
 struct ChainExchange {
   char* at;
   int units, rank, set;
@@ -46,6 +53,9 @@ struct ChainExchange {
     return reinterpret_cast<uint64_t*>(set_at(set) + 4 * kGroupRows * units * 2 +
                                        group * kKeyBytes);
   }
+  __device__ InputWord* inputs(int row, int quarter) const {  // [units]
+    return reinterpret_cast<InputWord*>(set_at(2)) + (row * 4 + quarter) * units;
+  }
   __device__ void clear_other(int thread, int threads) const {
     uint4* const other = reinterpret_cast<uint4*>(set_at(set ^ 1));
     for (int i = thread; i < set_bytes() / 16; i += threads) other[i] = {0, 0, 0, 0};
@@ -59,6 +69,26 @@ __device__ __forceinline__ void send(void* at, uint64_t word) {
 __device__ __forceinline__ void send(void* at, uint64_t first, uint64_t second) {
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at), "l"(first), "l"(second)
                : "memory");
+}
+
+__device__ __forceinline__ void send(InputWord* at, const InputWord& word) {
+  asm volatile(
+      "{.reg .b64 low, high; .reg .b128 word; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};"
+      "mov.b128 word, {low, high}; st.relaxed.gpu.global.b128 [%0], word;}" ::"l"(at),
+      "r"(__float_as_uint(word.r)), "r"(__float_as_uint(word.z)), "r"(__float_as_uint(word.n)),
+      "r"(word.tag)
+      : "memory");
+}
+
+__device__ __forceinline__ InputWord look(const InputWord* at) {
+  uint32_t r, z, n, tag;
+  asm volatile(
+      "{.reg .b64 low, high; .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%4];"
+      "mov.b128 {low, high}, word; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high;}"
+      : "=r"(r), "=r"(z), "=r"(n), "=r"(tag)
+      : "l"(at)
+      : "memory");
+  return {__uint_as_float(r), __uint_as_float(z), __uint_as_float(n), tag};
 }
 
 __device__ __forceinline__ uint64_t look(const void* at) {
@@ -123,6 +153,14 @@ __device__ __forceinline__ void await(Poll poll, uint32_t* aborted) {
     if (late) *reinterpret_cast<volatile uint32_t*>(aborted) = 1;
     if (__any_sync(kFullMask, late || *reinterpret_cast<volatile uint32_t*>(aborted) != 0)) return;
   }
+}
+
+// By all threads of every block of a launch, as its last act.
+__device__ __forceinline__ void leave_chain(ChainControl* control) {
+  __syncthreads();
+  if (threadIdx.x != 0 || atomicAdd(&control->left, 1u) != gridDim.x - 1) return;
+  control->left = 0;
+  control->epoch += kEpochStride;
 }
 
 }  // namespace domino

@@ -13,13 +13,15 @@ constexpr int kMaxRank = kGroup * kBlockRank;
 constexpr int kColumns = 8;  // batch rows of an MMA
 
 struct ChainBlockArgs : ChainBlockParams {
-  int64_t row0;    // first batch row of the launch
-  int group_rows;  // batch rows of a group
-  int part_log;    // log2 of the ids of a pool in a block: 8 or more
-  int tiles_log;   // log2 of the tiles of a warp, 16 ids each
-  int words;       // key words of a batch row in a block
-  int pitch;       // bytes of a W2 row in shared memory: 32 modulo 128
-  bool resident;   // W2's rows are in shared memory; otherwise they are read in place
+  int64_t row0;       // first batch row of the launch
+  int chain_blocks;   // the first ones; those behind them serve inputs
+  int group_rows;     // batch rows of a group
+  int part_log;       // log2 of the ids of a pool in a block: 8 or more
+  int tiles_log;      // log2 of the tiles of a warp, 16 ids each
+  int words;          // key words of a batch row in a block
+  int pitch;          // bytes of a W2 row in shared memory: 32 modulo 128
+  bool resident;      // W2's rows are in shared memory; otherwise they are read in place
+  bool keeps_inputs;  // servers of inputs have room for what they may keep of W_ih
   bool restart;
   bool always;  // chain_rescue: whether or not control->aborted
 };
@@ -35,14 +37,12 @@ struct BlockMemory {
   static constexpr int low_sums = 0;  // f32 [8 kTiles columns, 4 rows, 16 parts + 4]
   static constexpr int gate_sums = low_sums + kTiles * kColumns * kBlockRank * kSumPitch * 4;
   static constexpr int gate_totals = gate_sums + kBuffers * kStateParts * 3 * 128 * 4;
-  static constexpr int input_totals = gate_totals + kTiles * kColumns * 48 * 4;  // without a table
-  static constexpr int low_rank = input_totals + (kTiles == 1 ? kColumns * 48 * 4 : 0);
+  static constexpr int low_rank = gate_totals + kTiles * kColumns * 48 * 4;
   // a warp's u of two batch rows; the second 32 bytes further modulo 128
   static constexpr int kStage = kMaxRank * 2 + 32;
   static constexpr int start = low_rank + kWarps * 2 * kStage;  // i32 [32]
-  static constexpr int last = start + 32 * 4;   // f32 [32]: the score of a row's last winner
-  static constexpr int tokens = last + 32 * 4;  // u32 [32]: y_j, without a table
-  static constexpr int ids = tokens + 32 * 4;   // i32 [2, all_ids]: of even and odd drafts
+  static constexpr int last = start + 32 * 4;  // f32 [32]: the score of a row's last winner
+  static constexpr int ids = last + 32 * 4;    // i32 [2, all_ids]: of even and odd drafts
   static int bytes(int all_ids, int pitch) { return ids + 2 * all_ids * 4 + all_ids * pitch; }
 };
 

@@ -25,6 +25,15 @@ __device__ __forceinline__ uint4 load_inside(const T* at, bool inside) {
   return inside ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
 }
 
+// The same without a branch.
+__device__ __forceinline__ uint4 load_where(bool inside, const void* at) {
+  uint4 value{0, 0, 0, 0};
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%5];}"
+               : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+               : "r"(static_cast<uint32_t>(inside)), "l"(at));
+  return value;
+}
+
 // 2^x and 1 / x of the special function unit, subnormals taken as zero.
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;
@@ -41,6 +50,11 @@ __device__ __forceinline__ float fast_sigmoid(float x) {
 }
 __device__ __forceinline__ float fast_tanh(float x) {
   return 1.0f - 2.0f * fast_inverse(1.0f + fast_exp2(x * 2.88539008f));
+}
+
+// An element of u from W1h H + W1s S_j, of the kinds that the block form takes.
+__device__ __forceinline__ float chain_low_rank_input(LowRank kind, float mixed) {
+  return kind == LowRank::kLinear ? mixed : mixed * fast_sigmoid(mixed);
 }
 
 // A unit of S_j: x and s the gates' (r, z, n) products with the input and with S_{j-1}.

@@ -88,9 +88,10 @@ int launch(const DraftChainParams& p, cudaStream_t stream) {
 }
 
 bool takes_block_form(const DraftChainParams& p) {
-  return fits_mma(p) && is_aligned(p.table, 16) && p.kind == LowRank::kSilu && p.hidden_width > 0 &&
-         p.units % 16 == 0 && p.units <= 1024 && p.rank % 16 == 0 && p.rank <= 256 &&
-         p.drafts < kEpochStride - 3 && p.drafts > p.prefix && p.vocab < 1 << 27 && p.pool_size > 0;
+  return fits_mma(p) && is_aligned(p.table, 16) &&
+         (p.kind == LowRank::kSilu || p.kind == LowRank::kLinear) && p.units % 16 == 0 &&
+         p.units <= 1024 && p.rank % 16 == 0 && p.rank <= 256 && p.drafts < kEpochStride - 3 &&
+         p.drafts > p.prefix && p.vocab < 1 << 27 && p.pool_size > 0;
 }
 
 int launch_block_form(const DraftChainParams& params, void* stream) {

@@ -203,9 +203,11 @@ struct ChainBlockWorkspace {
     return padded(sizeof(ChainControl)) + padded(exchange_bytes(units, rank));
   }
 
-  // u of two groups in words of 2 values; two sets of states of even and odd drafts and of keys
+  // u of two groups in words of 2 values; two sets of states of even and odd drafts and of keys;
+  // inputs of a group
   static int64_t exchange_bytes(int64_t units, int64_t rank) {
-    return 2 * kGroupRows * rank * 4 + 2 * 2 * (2 * kGroupRows * units * 2 + kKeyBytes);
+    return 2 * kGroupRows * rank * 4 + 2 * 2 * (2 * kGroupRows * units * 2 + kKeyBytes) +
+           kGroupRows * 4 * units * 16;
   }
 
   void bind(ChainBlockParams& p, void* memory) const {

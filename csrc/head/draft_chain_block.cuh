@@ -8,7 +8,8 @@
 // what they have, each of them all the others (chain_exchange.cuh):
 //
 //   keys of y_j   -> its argmax; the block's 48 values of row y_j of the input table, or without
-//                    one of W_ih E[y_j], and W_hh S_{j-1} from the step before: 16 units of S_j
+//                    one what servers make of E[y_j] (chain_input.cuh), and W_hh S_{j-1} from the
+//                    step before: 16 units of S_j
 //   S_j           -> its 4 rows of u = SiLU(W1h H + W1s S_j); then, while u is on its way, W_hh S_j
 //   u             -> scores of its part of the pool, its best key
 //
@@ -17,6 +18,7 @@
 #pragma once
 
 #include "head/chain_exchange.cuh"
+#include "head/chain_input.cuh"
 #include "head/chain_layout.cuh"
 #include "head/chain_math.cuh"
 #include "head/draft_draw.h"
@@ -26,7 +28,8 @@ namespace domino {
 // kSteps: MMAs that a part of the units takes; kTiles: eights of batch rows in a group; kRank: 0,
 // or the rank in the plain case: 1024 units, greedy, one pool a row, W2's rows in shared memory,
 // base logits of the weights' dtype without edits; kTable: rows of the input table stand for W_ih
-// E[y], which is otherwise computed in each step (kTiles = 1).
+// E[y], which otherwise the blocks behind chain_blocks compute in each step (kTiles = 1, one
+// group).
 template <class T, int kSteps, int kTiles, int kRank, bool kTable>
 __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     chain_block(const __grid_constant__ ChainBlockArgs p) {
@@ -38,9 +41,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   float* const low_sums = reinterpret_cast<float*>(memory + Memory::low_sums);
   float* const gate_sums = reinterpret_cast<float*>(memory + Memory::gate_sums);
   float* const gate_totals = reinterpret_cast<float*>(memory + Memory::gate_totals);
-  float* const input_totals = reinterpret_cast<float*>(memory + Memory::input_totals);
   int* const start = reinterpret_cast<int*>(memory + Memory::start);
-  uint32_t* const tokens = reinterpret_cast<uint32_t*>(memory + Memory::tokens);
   volatile float* const last = reinterpret_cast<float*>(memory + Memory::last);
   int* const ids = reinterpret_cast<int*>(memory + Memory::ids);
 
@@ -66,8 +67,14 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     previous_launch_done();
     const int64_t b = p.row0 + threadIdx.x;
     const bool pending =
-        threadIdx.x < gridDim.x / kGroup * p.group_rows && b < p.batch && p.first[b] < drafts;
+        threadIdx.x < p.chain_blocks / kGroup * p.group_rows && b < p.batch && p.first[b] < drafts;
     if (!__syncthreads_or(pending)) return;
+  }
+  if constexpr (!kTable) {
+    if (blockIdx.x >= p.chain_blocks) {
+      InputServer<T, kTiles>::run(p, memory);
+      return leave_chain(p.control);
+    }
   }
 
   // W_hh and W1s, before the launch in front has ended
@@ -228,14 +235,15 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     base.load<kPlain>(p, b, j, id);
     if (draws) bonus = draw_of(b, j).bonus(id);
   };
-  // The row of the input table that y_{j+1} = this key's id needs, where it may well win: its score
-  // is near that of the last winner.
+  // The row of the input table, or of E, that y_{j+1} = this key's id needs, where it may well win:
+  // its score is near that of the last winner.
   const auto fetch_ahead = [&](unsigned long long key, int row) {
-    if (!kTable || !(key_value(key) >= 0.8f * last[row])) return;
-    const char* table =
-        static_cast<const char*>(p.table) + static_cast<int64_t>(key_id(key)) * (units * 6);
-    for (int line = lane; line < units * 6 / 128; line += kWarpSize)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(table + line * 128));
+    if (!(key_value(key) >= 0.8f * last[row])) return;
+    const int bytes = kTable ? units * 6 : static_cast<int>(p.inputs) * 2;
+    const char* from = static_cast<const char*>(kTable ? p.table : p.embedding) +
+                       static_cast<int64_t>(key_id(key)) * bytes;
+    for (int at = lane * 128; at < bytes; at += kWarpSize * 128)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
   };
 
   // Threads that make u, element r of a row by thread 4 row + r behind these: not the gates' warps
@@ -297,22 +305,11 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         y = j > 0 ? min(best.id, last_id)
                   : static_cast<uint32_t>(clamp_id(p.anchor[first_row + my_row], p.vocab));
     }
-    if constexpr (!kTable) {
-      if (has_units) {
-        if (threadIdx.x < 32 && threadIdx.x >= rows) tokens[threadIdx.x] = 0;
-        if (chooses && mine && sub == 0) tokens[my_row] = y;
-        __syncthreads();
-        input_product<T, kParts>(p, gate_sums, tokens[g], unit0);
-        __syncthreads();
-        for (int i = threadIdx.x; i < 384; i += kThreads) {
-          const int gate = i / 128, from = i % 128 / 4, e = i % 4;
-          input_totals[(2 * (from % 4) + e % 2) * 48 + gate * 16 + from / 4 + 8 * (e / 2)] =
-              sum_of_parts<384>(gate_sums + i);
-        }
-        __syncthreads();
-      }
-    }
     if (chooses) {
+      float3 made{};
+      if constexpr (!kTable)
+        made = take_inputs<kLanes>(exchange.inputs(my_row, 0) + unit0, units, mine && j >= my_start,
+                                   epoch + j, aborted);
       uint32_t bits = 0;
       if (turn) {
         float x_r, x_z, x_n;
@@ -324,8 +321,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
           const T x_0 = x[0], x_1 = x[16], x_2 = x[32];
           x_r = to_float(x_0), x_z = to_float(x_1), x_n = to_float(x_2);
         } else {
-          const float* x = input_totals + my_row * 48 + sub;
-          x_r = x[0], x_z = x[16], x_n = x[32];
+          x_r = made.x, x_z = made.y, x_n = made.z;
         }
         if (j == my_start && j > 0)
           state = to_float(static_cast<const T*>(p.states)[(my_at + j - 1) * units + unit0 + sub]);
@@ -428,7 +424,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     // u
     if (corrects && low_warp) {
       const float mixed = z + sum_of_parts<1>(low_sums + low_thread * Memory::kSumPitch);
-      uint32_t bits = from_float<T>(mixed * fast_sigmoid(mixed)).bits;
+      uint32_t bits = from_float<T>(chain_low_rank_input(p.kind, mixed)).bits;
       bits |= __shfl_down_sync(kFullMask, bits, 1) << 16;
       const uint32_t more = __shfl_down_sync(kFullMask, bits, 2);
       if (low_mine && low_thread % kBlockRank == 0) {
@@ -584,13 +580,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   }
   if (run && block == 0 && row_warp < rows) report(drafts - 1, winner(drafts - 1));
 
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    if (atomicAdd(&p.control->left, 1u) == gridDim.x - 1) {
-      p.control->left = 0;
-      p.control->epoch += kEpochStride;
-    }
-  }
+  leave_chain(p.control);
 }
 
 }  // namespace domino

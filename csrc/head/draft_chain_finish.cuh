@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
           const int64_t at =
               (static_cast<int64_t>(list[n]) * corrected + j - p.prefix) * rank + tile * 16 + row;
           const float mixed = p.from_hidden[at] + product.total(memory, 0, row, n - first);
-          static_cast<T*>(p.low_rank)[at] = from_float<T>(mixed * fast_sigmoid(mixed));
+          static_cast<T*>(p.low_rank)[at] = from_float<T>(chain_low_rank_input(p.kind, mixed));
         }
         __syncthreads();
       }

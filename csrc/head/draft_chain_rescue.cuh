@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kRescueThreads, 1)
         const int64_t n = b * p.corrected() + j - p.prefix;
         const float mixed = p.from_hidden[n * rank + threadIdx.x] +
                             sum_of_parts<1>(memory.parts + threadIdx.x * (kStateParts + 4));
-        memory.low_rank[threadIdx.x] = from_float<T>(mixed * fast_sigmoid(mixed)).bits;
+        memory.low_rank[threadIdx.x] = from_float<T>(chain_low_rank_input(p.kind, mixed)).bits;
       }
       __syncthreads();
     }

@@ -269,9 +269,9 @@ def draft_chain(
     the other rows; with exact=False their pool_size must be the same for that.
 
     On a GPU the block is one persistent launch on the pools, certified against the whole vocabulary
-    where exact, for float16 and bfloat16 weights with G a multiple of 16 up to 1024, R a multiple
-    of 16 up to 256 and H a multiple of 8. Other weights take three launches an id, over the whole
-    vocabulary, exact or not, and not with temperature.
+    where exact, for float16 and bfloat16 weights of a head with a GRU, G a multiple of 16 up to
+    1024, R a multiple of 16 up to 256 and H a multiple of 8. Other weights take three launches an
+    id, over the whole vocabulary, exact or not, and not with temperature.
 
     Args:
         base_logits: [B, S, V] logits of the block's slots; dtype of the weights or float32. Rows
@@ -571,7 +571,7 @@ def _kept_bytes(weights):
     if weights.device.type == "cpu":
         return 0
     units, rank = weights.state_size, weights.rank
-    return 256 + _up(256 * rank + 4 * (128 * units + 16384), 256)
+    return 256 + _up(256 * rank + 4 * (128 * units + 16384) + 2048 * units, 256)
 
 
 def _up(n, to):
