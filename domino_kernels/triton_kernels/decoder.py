@@ -4,15 +4,41 @@ linear_kernel   a product with few rows, with what stands before and after it in
 attend_kernel   q and k norms, rotary, cache write and attention of every row over its own context
 rms_norm_kernel, silu_mul_kernel: the same steps alone, around library products of many rows
 rotate_store_kernel  norms, rotary and cache write alone: prompts, and the drafter's context
-embed_kernel, commit_kernel: the first and the last step of a cycle
+embed_kernel, commit_kernel: the first and the last step of a cycle; allot_kernel: which drafts are
+verified, where not all of them are
 
-Rows stand at lengths[b] .. lengths[b] + TOKENS - 1 of a static cache; every position, length and
+Rows stand at lengths[b] .. lengths[b] + tokens - 1 of a static cache; every position, length and
 token is read on the device, so a captured launch serves any of them. Sums are fp32; results are
 rounded once, at the store.
+
+PDL: a launch may start before the one in front of it has ended. What the one in front wrote, or
+still reads, is touched after `_begin`; before it `linear_kernel` asks for the first lines of its
+weight (AHEAD of each row). The numbers of rows, tokens and parts are no constants of a kernel, so
+that they compile nothing anew.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tlx
+
+
+@triton.jit
+def _begin(PDL: tl.constexpr):
+    """What launches before this one wrote may be read from here on; the next launch may start."""
+    if PDL:
+        tlx.gdc_wait()
+        tlx.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch(row_ptr, size, LINES: tl.constexpr):
+    """The first LINES lines of 128 bytes of every row, or its `size` bytes, to L2."""
+    at = tl.minimum(128 * tl.arange(0, LINES), size - 1)
+    line = row_ptr.to(tl.int64)[:, None] + at[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -20,7 +46,7 @@ def linear_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
     rows, n, k, x_stride, out_stride, residual_stride, eps,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GLU: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[m, j] = f(sum_k x'[m, k] w[j, k]), m < rows <= a few BLOCK_M, j < n.
@@ -42,6 +68,13 @@ def linear_kernel(
     last = tl.minimum(first + chunk, k)
 
     w_rows = w_ptr + j.to(tl.int64)[:, None] * k
+    if AHEAD > 0:
+        row = w_ptr + tl.minimum(j, n - 1).to(tl.int64) * k + first
+        length = (last - first) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _prefetch(row, length, AHEAD)
+        if GLU:
+            _prefetch(row + n.to(tl.int64) * k, length, AHEAD)
+    _begin(PDL)
     x_rows = x_ptr + m.to(tl.int64)[None, :] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -101,7 +134,7 @@ def stream_kernel(
     x_desc, w_desc, out_ptr, bias_ptr, residual_ptr, partial_ptr, counter_ptr,
     rows, n, k, out_stride, residual_stride,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GLU: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`linear_kernel` for a large weight: both operands come by TMA, so that nothing but the copies
     and the products is left in the loop. x has passed its norm.
@@ -113,6 +146,7 @@ def stream_kernel(
     last = tl.minimum(first + chunk, k)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    _begin(PDL)
     for start in range(first, last, BLOCK_K):
         w = w_desc.load([tile * BLOCK_N, start])
         x = x_desc.load([tl.program_id(2) * BLOCK_M, start])
@@ -157,22 +191,30 @@ def stream_kernel(
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, k, x_stride, out_stride, eps,
-    BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, delta_ptr, sum_ptr, k, x_stride, out_stride, sum_stride, eps,
+    DELTA: tl.constexpr, PDL: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] / rms(x[row]) * weight; one program a row."""
+    """out[row] = x[row] / rms(x[row]) * weight; one program a row. DELTA: x has delta added first,
+    and the sum is kept."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_K)
     inside = at < k
-    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    _begin(PDL)
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if DELTA:
+        x += tl.load(delta_ptr + row * k + at, mask=inside, other=0.0).to(tl.float32)
+        whole = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * sum_stride + at, whole, mask=inside)
+        x = whole.to(tl.float32)
     out = x * tl.rsqrt(tl.sum(x * x) / k + eps) * weight
     tl.store(out_ptr + row * out_stride + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def quantise_rows_kernel(x_ptr, out_ptr, scale_ptr, k, BLOCK_K: tl.constexpr):
+def quantise_rows_kernel(x_ptr, out_ptr, scale_ptr, k, PDL: tl.constexpr, BLOCK_K: tl.constexpr):
     """out[row] = x[row] / scale[row] in e4m3, scale = its largest magnitude / 448."""
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_K)
     x = tl.load(x_ptr + row * k + at, mask=at < k, other=0.0).to(tl.float32)
@@ -183,8 +225,9 @@ def quantise_rows_kernel(x_ptr, out_ptr, scale_ptr, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def silu_mul_kernel(x_ptr, out_ptr, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """out[row, j] = silu(x[row, j]) * x[row, n + j]; rows are contiguous."""
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -228,58 +271,72 @@ def _attend(q1, q2, k1, k2, v, seen, scale, best, total, acc):
     return new, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_length", "tokens", "splits", "causal"])
 def attend_kernel(
     qkv_ptr, keys_ptr, values_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
-    partial_ptr, counter_ptr, scale, eps, max_length, cache_row, cache_head,
-    NORM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr,
+    starts_ptr, positions_ptr, tree_ptr, partial_ptr, counter_ptr,
+    scale, eps, max_length, cache_row, cache_head, tokens, splits, causal,
+    NORM: tl.constexpr, WINDOW: tl.constexpr,
+    RAGGED: tl.constexpr, TREE: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[b, t, h] = softmax_j(scale q . k_j) v_j over the cache before lengths[b] and the block.
 
-    qkv [B * TOKENS, (GROUP + 2) * KV_HEADS * DIM] is what the projections give; cache rows are
+    qkv [B * tokens, (GROUP + 2) * KV_HEADS * DIM] is what the projections give; cache rows are
     [KV_HEADS, max_length, DIM]. A program owns a part of the context of one (row, kv head) for
-    BLOCK_M of its GROUP * TOKENS queries; the last part also takes the block's own keys and values
-    and writes them into the cache. CAUSAL: token t sees the block up to itself, else all of it.
-    WINDOW > 0: only the last WINDOW positions. The last part to arrive joins all of them, in order.
+    BLOCK_M of its GROUP * tokens queries; the last part also takes the block's own keys and values
+    and writes them into the cache. causal: token t sees the block up to itself, else all of it.
+    WINDOW > 0: only the last WINDOW positions. RAGGED: a row's tokens are starts[b] to starts[b +
+    1] of the batch. TREE > 0: they stand at positions[b, t], and bit j of the TREE words of tree[b,
+    t] says whether t sees j. The last part to arrive joins all of them, in order.
     Bytes: 2 KV_HEADS lengths DIM a row, once; bound: latency below some thousand positions, then
     memory.
     """
     HALF: tl.constexpr = DIM // 2
-    part = tl.program_id(0) % SPLITS
-    tile = tl.program_id(0) // SPLITS
+    part = tl.program_id(0) % splits
+    tile = tl.program_id(0) // splits
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + row)
+    begin = row * tokens
+    if RAGGED:
+        begin = tl.load(starts_ptr + row).to(tl.int64)
+        tokens = (tl.load(starts_ptr + row + 1) - begin).to(tl.int32)
+    base = row * cache_row + head * cache_head
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(length - WINDOW + 1, 0).to(tl.int32)
+    count = length.to(tl.int32) - lowest
+    chunk = tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
+    first = lowest + part * chunk
+    last = tl.minimum(first + chunk, length.to(tl.int32))
+    if RAGGED:  # of a row with few tokens the other tiles are empty
+        last = tl.where(tile * BLOCK_M < GROUP * tokens, last, first)
+    _begin(PDL)
     qkv_stride = (GROUP + 2) * KV_HEADS * DIM
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_in = m < GROUP * TOKENS
-    token = m % TOKENS
-    q_head = head * GROUP + m // TOKENS
-    q_at = qkv_ptr + (row * TOKENS + token) * qkv_stride + q_head * DIM
+    m_in = m < GROUP * tokens
+    token = m % tokens
+    q_head = head * GROUP + m // tokens
+    q_at = qkv_ptr + (begin + token) * qkv_stride + q_head * DIM
     dtype = qkv_ptr.dtype.element_ty
-    q1, q2 = _half_heads(q_at, q_norm_ptr, rope_ptr, length + token, m_in, eps, NORM, HALF, BLOCK_H)
+    position = length + token
+    if TREE > 0:
+        position = tl.load(positions_ptr + begin + token)
+    q1, q2 = _half_heads(q_at, q_norm_ptr, rope_ptr, position, m_in, eps, NORM, HALF, BLOCK_H)
     q1, q2 = q1.to(dtype), q2.to(dtype)
 
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     h_in, d_in = h < HALF, d < DIM
-    base = row * cache_row + head * cache_head
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(length - WINDOW + 1, 0).to(tl.int32)
-    count = length.to(tl.int32) - lowest
-    chunk = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_N) * BLOCK_N
-    first = lowest + part * chunk
-    last = tl.minimum(first + chunk, length.to(tl.int32))
     for start in range(first, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         j_in = j < last
@@ -293,16 +350,17 @@ def attend_kernel(
         )  # fmt: skip
         seen = j_in[None, :]
         if WINDOW > 0:
-            seen = seen & (j[None, :] > (length + token)[:, None] - WINDOW)
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
         best, total, acc = _attend(q1, q2, k1, k2, v, seen, scale, best, total, acc)
 
-    if part == SPLITS - 1:
+    if part == splits - 1:
         t = tl.arange(0, BLOCK_T)
-        t_in = t < TOKENS
-        kv_at = qkv_ptr + (row * TOKENS + t) * qkv_stride + (GROUP * KV_HEADS + head) * DIM
-        k1, k2 = _half_heads(
-            kv_at, k_norm_ptr, rope_ptr, length + t, t_in, eps, NORM, HALF, BLOCK_H
-        )
+        t_in = t < tokens
+        kv_at = qkv_ptr + (begin + t) * qkv_stride + (GROUP * KV_HEADS + head) * DIM
+        place = length + t
+        if TREE > 0:
+            place = tl.load(positions_ptr + begin + t, mask=t_in, other=0)
+        k1, k2 = _half_heads(kv_at, k_norm_ptr, rope_ptr, place, t_in, eps, NORM, HALF, BLOCK_H)
         k1, k2 = k1.to(dtype), k2.to(dtype)
         v = tl.load(
             kv_at[:, None] + KV_HEADS * DIM + d[None, :],
@@ -317,29 +375,33 @@ def attend_kernel(
             v_keep = keep[:, None] & d_in[None, :]
             tl.store(values_ptr + at[:, None] + d[None, :], v, mask=v_keep)
         seen = t_in[None, :]
-        if CAUSAL:
-            seen = seen & (t[None, :] <= token[:, None])
+        if TREE > 0:
+            word = tree_ptr + (begin + token)[:, None] * TREE + (t // 32)[None, :]
+            bits = tl.load(word, mask=m_in[:, None] & t_in[None, :], other=0)
+            seen = seen & (((bits >> (t % 32)[None, :]) & 1) != 0)
+        else:
+            seen = seen & ((t[None, :] <= token[:, None]) | (causal == 0))
         if WINDOW > 0:
-            seen = seen & (t[None, :] > token[:, None] - WINDOW)
+            seen = seen & (place[None, :] > position[:, None] - WINDOW)
         k1, k2 = tl.trans(k1), tl.trans(k2)
         best, total, acc = _attend(q1, q2, k1, k2, v, seen, scale, best, total, acc)
 
-    if SPLITS > 1:
-        group = (row * KV_HEADS + head) * TILES + tile
+    if SPLIT:
+        group = (row * KV_HEADS + head) * (tl.num_programs(0) // splits) + tile
         size = BLOCK_M * (BLOCK_D + 2)
         i = tl.arange(0, BLOCK_M)
         cell = i[:, None] * BLOCK_D + d[None, :]
-        mine = partial_ptr + (group * SPLITS + part) * size
+        mine = partial_ptr + (group * splits + part) * size
         tl.store(mine + i, best)
         tl.store(mine + BLOCK_M + i, total)
         tl.store(mine + 2 * BLOCK_M + cell, acc)
         tl.debug_barrier()
-        joins = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == SPLITS - 1
+        joins = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == splits - 1
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for s in range(tl.where(joins, SPLITS, 0)):
-            theirs = partial_ptr + (group * SPLITS + s) * size
+        for s in range(tl.where(joins, splits, 0)):
+            theirs = partial_ptr + (group * splits + s) * size
             their_best = tl.load(theirs + i, cache_modifier=".cg")
             new = tl.maximum(best, their_best)
             shift = tl.where(new == float("-inf"), 0.0, new)
@@ -350,31 +412,52 @@ def attend_kernel(
             best = new
         if joins:
             tl.store(counter_ptr + group, 0)
-        m_in = m < tl.where(joins, GROUP * TOKENS, 0)
+        m_in = m < tl.where(joins, GROUP * tokens, 0)
 
-    out_at = out_ptr + (row * TOKENS + token) * (GROUP * KV_HEADS * DIM) + q_head * DIM
+    out_at = out_ptr + (begin + token) * (GROUP * KV_HEADS * DIM) + q_head * DIM
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_at[:, None] + d[None, :], out, mask=m_in[:, None] & d_in[None, :])
 
 
 @triton.jit
+def _row(index, starts_ptr, tokens, rows, RAGGED: tl.constexpr):
+    """(row, token in it) of token `index` of a batch: `tokens` a row, or RAGGED rows in starts.
+
+    RAGGED is a power of two from `rows` on.
+    """
+    row = index // tokens
+    token = index % tokens
+    if RAGGED > 0:
+        at = tl.arange(0, RAGGED)
+        starts = tl.load(starts_ptr + at, mask=at < rows, other=0x7FFFFFFF)
+        row = tl.sum((starts <= index).to(tl.int32), 0).to(tl.int64) - 1
+        token = index - tl.load(starts_ptr + row)
+    return row, token
+
+
+@triton.jit(do_not_specialize=["max_length", "tokens", "rows"])
 def rotate_store_kernel(
-    qkv_ptr, cache_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, eps, max_length,
-    cache_layer, cache_value, cache_row, cache_head,
-    NORM: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    qkv_ptr, cache_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, starts_ptr, places_ptr,
+    eps, max_length, cache_layer, cache_value, cache_row, cache_head, tokens, rows,
+    NORM: tl.constexpr, RAGGED: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotary of many tokens: queries in place, keys and values into the cache.
+    """Norms and rotary of many tokens: queries in place, keys and values into the cache, keys that
+    stand beside queries in place as well. PLACED: row b is row places[b] of the cache, -1: of none.
 
-    qkv [B * TOKENS, LAYERS, HEADS + 2 KV_HEADS, DIM]: a prompt's (one layer), or the context of all
+    qkv [B * tokens, LAYERS, HEADS + 2 KV_HEADS, DIM]: a prompt's (one layer), or the context of all
     drafter layers (no queries, HEADS = 0; k_norm [LAYERS, DIM]). One program a (token, layer).
     """
     HALF: tl.constexpr = DIM // 2
+    _begin(PDL)
     index = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
-    row, token = index // TOKENS, index % TOKENS
+    row, token = _row(index, starts_ptr, tokens, rows, RAGGED)
     length = tl.load(lengths_ptr + row) + token
+    place = row
+    if PLACED:
+        place = tl.load(places_ptr + row)
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     h_in = (h < HALF)[None, :]
@@ -397,8 +480,12 @@ def rotate_store_kernel(
     k1, k2 = _half_heads(
         k_at, k_norm_ptr + layer * DIM, rope_ptr, position, head_in, eps, NORM, HALF, BLOCK_H
     )
-    keep = head_in & (position < max_length)
-    at = cache_ptr + layer.to(tl.int64) * cache_layer + row * cache_row + position * DIM
+    if HEADS > 0:
+        k_keep = head_in[:, None] & h_in
+        tl.store(k_at[:, None] + h[None, :], k1.to(dtype), mask=k_keep)
+        tl.store(k_at[:, None] + HALF + h[None, :], k2.to(dtype), mask=k_keep)
+    keep = head_in & (position < max_length) & (place + 0 * head >= 0)
+    at = cache_ptr + layer.to(tl.int64) * cache_layer + place * cache_row + position * DIM
     at = at + head * cache_head
     tl.store(at[:, None] + h[None, :], k1.to(dtype), mask=keep[:, None] & h_in)
     tl.store(at[:, None] + HALF + h[None, :], k2.to(dtype), mask=keep[:, None] & h_in)
@@ -407,22 +494,23 @@ def rotate_store_kernel(
     tl.store(at[:, None] + cache_value + d[None, :], v, mask=v_keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def embed_kernel(
-    anchors_ptr, drafts_ptr, table_ptr, out_ptr, mask_id, k, vocab,
-    TOKENS: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr,
+    anchors_ptr, drafts_ptr, table_ptr, out_ptr, starts_ptr, mask_id, k, vocab, tokens, rows,
+    PDL: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of the embedding: each row's anchor, then its drafts, or (MASKED) the mask token.
 
     An id that is no id (-1: no draft here) takes row 0: what follows it is not kept.
     """
+    _begin(PDL)
     index = tl.program_id(0).to(tl.int64)
-    row, token = index // TOKENS, index % TOKENS
+    row, token = _row(index, starts_ptr, tokens, rows, RAGGED)
     anchor = tl.load(anchors_ptr + row)
     if MASKED:
         chosen = tl.where(token == 0, anchor, mask_id)
     else:
-        at = tl.maximum(row * (TOKENS - 1) + token - 1, 0)
+        at = tl.maximum(row * (tokens - 1) + token - 1, 0)
         draft = tl.load(drafts_ptr + at, mask=token > 0, other=0)
         chosen = tl.where(token == 0, anchor, draft)
     chosen = tl.minimum(tl.maximum(chosen, 0), vocab - 1)
@@ -431,22 +519,23 @@ def embed_kernel(
     tl.store(out_ptr + index * k + at, x, mask=at < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drafts"])
 def commit_kernel(
-    tokens_ptr, accepted_ptr, status_ptr, anchors_ptr, lengths_ptr, limits_ptr, line_ptr,
-    DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens_ptr, accepted_ptr, status_ptr, anchors_ptr, lengths_ptr, limits_ptr, line_ptr, drafts,
+    PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The end of a cycle for one row: its new anchor and length, and a line for the host.
 
     line = [accepted, status, tokens...]. lengths stops at limits: queued cycles of a row that is
     done, or of no request (limit 0), stay inside the cache.
     """
+    _begin(PDL)
     row = tl.program_id(0)
     accepted = tl.load(accepted_ptr + row)
     at = tl.arange(0, BLOCK)
-    inside = at < DRAFTS + 1
-    tokens = tl.load(tokens_ptr + row * (DRAFTS + 1) + at, mask=inside, other=0)
-    line = line_ptr + row * (DRAFTS + 3)
+    inside = at < drafts + 1
+    tokens = tl.load(tokens_ptr + row * (drafts + 1) + at, mask=inside, other=0)
+    line = line_ptr + row * (drafts + 3)
     tl.store(line, accepted.to(tl.int64))
     tl.store(line + 1, tl.load(status_ptr + row).to(tl.int64))
     tl.store(line + 2 + at, tokens, mask=inside)
@@ -454,3 +543,43 @@ def commit_kernel(
     tl.store(anchors_ptr + row, tl.maximum(anchor, 0))
     length = tl.load(lengths_ptr + row) + accepted + 1
     tl.store(lengths_ptr + row, tl.minimum(length, tl.load(limits_ptr + row)))
+
+
+@triton.jit(do_not_specialize=["rows", "drafts", "total"])
+def allot_kernel(
+    log_prob_ptr, limits_ptr, starts_ptr, rows, drafts, total,
+    PDL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """starts[b]: where row b's tokens begin if `total` are verified: every row's anchor, and those
+    drafts that are likeliest to be kept, a draft k as likely as all of log_prob[b, :k + 1] say.
+
+    A row of no request (limit 0) comes last. Ties go to the earlier draft, so a row's drafts are
+    always its first ones. One program: a search for the threshold, then a count.
+    """
+    _begin(PDL)
+    k = tl.arange(0, BLOCK_K)
+    b = tl.arange(0, BLOCK_B)
+    inside = (k < drafts)[:, None] & (b < rows)[None, :]
+    chance = tl.load(log_prob_ptr + b[None, :] * drafts + k[:, None], mask=inside, other=0.0)
+    chance = tl.where(chance > -100.0, tl.minimum(chance, 0.0), -100.0)  # NaN: the worst
+    chance = tl.cumsum(chance, 0)
+    live = tl.load(limits_ptr + b, mask=b < rows, other=0) > 0
+    chance = tl.where(live[None, :], chance, -1e5)
+    chance = tl.where(inside, chance, -1e6)
+    wanted = total - rows
+    low, high = -1e5 - 1.0, 1.0  # at least, and fewer than, `wanted` lie above
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        enough = tl.sum(tl.sum((chance > middle).to(tl.int32), 0), 0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    taken = (chance > high).to(tl.int32)
+    left = wanted - tl.sum(tl.sum(taken, 0), 0)
+    tied = ((chance > low) & (chance <= high)).to(tl.int32)
+    of_draft = tl.sum(tied, 1)
+    before = (tl.cumsum(of_draft, 0) - of_draft)[:, None] + tl.cumsum(tied, 1) - tied
+    taken += tied * (before < left).to(tl.int32)
+    count = tl.sum(taken, 0) + (b < rows).to(tl.int32)
+    end = tl.cumsum(count, 0)
+    tl.store(starts_ptr + b, end - count, mask=b < rows)
+    tl.store(starts_ptr + rows, total)

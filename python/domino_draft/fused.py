@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from . import fused_ops as ops
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 _FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the text
+
+
+# Not cuDNN's, which takes tens of milliseconds for every length of a prompt that it has not seen.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CannotFuse(ValueError):
@@ -125,18 +130,20 @@ class FusedDecoder:
         workspace: ops.Workspace,
         *,
         taps: Sequence[int] = (),
+        rows: ops.Rows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Before the final norm, and the outputs of the layers `taps` joined: [B * T, taps * H].
 
         x may be overwritten. lengths int64 [B]; cache [layers, 2, rows >= B, kv_heads, L, D] is
-        written at lengths[b] + t; rope: `rope` of at least the positions that are reached.
+        written at lengths[b] + t; rope: `rope` of at least the positions that are reached. rows:
+        see `ops.attend`.
         """
 
         def attend(i: int, layer: FusedLayer, qkv: Tensor) -> Tensor:
             return ops.attend(
                 qkv, cache[i, 0], cache[i, 1], lengths, rope, workspace,
                 heads=self.heads, scale=self.scale, q_norm=layer.q_norm, k_norm=layer.k_norm,
-                eps=self.eps, causal=layer.causal, window=layer.window,
+                eps=self.eps, causal=layer.causal, window=layer.window, rows=rows,
             )  # fmt: skip
 
         return self._layers(x, attend, workspace, taps)
@@ -151,10 +158,12 @@ class FusedDecoder:
         workspace: ops.Workspace,
         *,
         taps: Sequence[int] = (),
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`run` for a piece of prompts: all rows of the cache given stand at `start`, many tokens.
+        """`run` for a piece of prompts: all rows stand at `start`, many tokens.
 
         Rows that end inside the piece are filled up with any token: nothing before it sees it.
+        places int64 [B]: the cache's row of each, -1: none (start 0 only); None: its first ones.
         """
         batch = lengths.shape[0]
         tokens = x.shape[0] // batch
@@ -165,10 +174,15 @@ class FusedDecoder:
             if layer.k_norm is not None:
                 norms["k_norm"] = layer.k_norm[None]
             ops.rotate_store(
-                qkv, cache[i : i + 1], lengths, rope, heads=self.heads, eps=self.eps, **norms
+                qkv, cache[i : i + 1], lengths, rope, heads=self.heads, eps=self.eps,
+                places=places, **norms,
+            )  # fmt: skip
+            sizes = self.heads, self.kv_heads, self.kv_heads
+            q, k, v = (
+                t.transpose(1, 2) for t in qkv.view(batch, tokens, -1, self.dim).split(sizes, dim=2)
             )
-            q = qkv.view(batch, tokens, -1, self.dim)[:, :, : self.heads].transpose(1, 2)
-            k, v = cache[i, :, :, :, :end]
+            if start:
+                k, v = cache[i, :, :, :, :end]
             mask = _causal(tokens, end, layer.window, x.device)
             gqa = not isinstance(mask, Tensor)  # which SDPA's kernels with a mask do not know
             if not gqa:
@@ -178,24 +192,46 @@ class FusedDecoder:
             )
             return y.transpose(1, 2).reshape(x.shape[0], -1)
 
-        return self._layers(x, attend, workspace, taps)
+        with sdpa_kernel(_BACKENDS):
+            return self._layers(x, attend, workspace, taps)
 
     def _layers(self, x: Tensor, attend: Callable, workspace: ops.Workspace, taps: Sequence[int]):
         rows, hidden = x.shape
         features = x.new_empty(rows, len(taps) * hidden) if taps else None
-        private = True  # x may be overwritten; a tap's place in `features` may not
+        # x: the rows before a layer, but for what `delta` still adds to them (into `place`, which
+        # may be x itself unless that is a tap's place in `features`).
+        delta = place = None
+
+        def product(weight: Tensor, norm: Tensor, **given) -> Tensor:
+            """Of the rows after their norm, `delta` included from here on."""
+            nonlocal x, delta
+            if delta is None:
+                return ops.linear(x, weight, workspace, norm=(norm, self.eps), **given)
+            normed = ops.rms_norm(x, norm, self.eps, delta, place)
+            x, delta = place, None
+            return ops.linear(normed, weight, workspace, **given)
+
+        def residual(y: Tensor, weight: Tensor, out: Tensor | None) -> None:
+            """Add a product to the rows, into `out`."""
+            nonlocal x, delta, place
+            if ops.linear_plan(rows, *weight.shape, x) is None:
+                delta, place = F.linear(y, weight), torch.empty_like(x) if out is None else out
+            else:
+                x = ops.linear(y, weight, workspace, residual=x, out=out)
+
+        private = True
         for i, layer in enumerate(self.layers):
-            norm = (layer.input_norm, self.eps)
-            qkv = ops.linear(x, layer.qkv, workspace, norm=norm, bias=layer.qkv_bias)
+            qkv = product(layer.qkv, layer.input_norm, bias=layer.qkv_bias)
             y = attend(i, layer, qkv)
-            x = ops.linear(y, layer.o, workspace, residual=x, out=x if private else None)
-            norm = (layer.post_norm, self.eps)
-            y = ops.linear(x, layer.gate_up, workspace, norm=norm, glu=True)
-            private, out = True, x
+            residual(y, layer.o, x if private else None)
+            y = product(layer.gate_up, layer.post_norm, glu=True)
+            private, out = i not in taps, x
             if i in taps:
                 at = list(taps).index(i) * hidden
-                private, out = False, features[:, at : at + hidden]
-            x = ops.linear(y, layer.down, workspace, residual=x, out=out)
+                out = features[:, at : at + hidden]
+            residual(y, layer.down, out)
+        if delta is not None:
+            x = torch.add(x, delta, out=place)
         return x, features
 
 
@@ -206,6 +242,15 @@ def _causal(tokens: int, end: int, window: int | None, device):
     at = torch.arange(end - tokens, end, device=device)[:, None]
     key = torch.arange(end, device=device)
     return (key <= at) & (key > at - window)
+
+
+def why_not(target: Target) -> str | None:
+    """Why a target keeps its stock forward, or None."""
+    try:
+        FusedTarget(target)
+    except CannotFuse as reason:
+        return str(reason)
+    return None
 
 
 class FusedTarget:
@@ -280,10 +325,20 @@ class FusedDrafter:
         return ops.rms_norm(rows, self.decoder.norm, self.decoder.eps)
 
     def store_context(
-        self, features: Tensor, lengths: Tensor, cache: Tensor, rope: Tensor, workspace
+        self,
+        features: Tensor,
+        lengths: Tensor,
+        cache: Tensor,
+        rope: Tensor,
+        workspace: ops.Workspace,
+        rows: ops.Rows | None = None,
+        places: Tensor | None = None,
     ) -> None:
         """Context keys and values of features [B * T, num_features * H] at lengths[b] + t."""
         c = ops.linear(features.to(self.fc.dtype), self.fc, workspace)
         norm = (self.context_norm, self.decoder.eps)
         kv = ops.linear(c, self.context_kv, workspace, norm=norm)
-        ops.rotate_store(kv, cache, lengths, rope, k_norm=self.k_norms, eps=self.decoder.eps)
+        ops.rotate_store(
+            kv, cache, lengths, rope, k_norm=self.k_norms, eps=self.decoder.eps, rows=rows,
+            places=places,
+        )  # fmt: skip

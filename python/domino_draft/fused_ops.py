@@ -49,7 +49,11 @@ class Workspace:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Tile sizes of `linear_kernel` or, for a large weight, `stream_kernel`."""
+    """Tile sizes of `linear_kernel` or, for a large weight, `stream_kernel`.
+
+    ahead: lines (128 bytes) of each row of the weight that `linear_kernel` asks for before the
+    launch in front has ended; a power of two.
+    """
 
     block_n: int
     block_k: int
@@ -57,6 +61,14 @@ class LinearPlan:
     warps: int
     stages: int
     stream: bool = False
+    ahead: int = 4
+
+
+@cache
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """How a launch may begin before the one in front of it has ended."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @cache
@@ -65,13 +77,13 @@ def _streams(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def linear_plan(rows: int, n: int, k: int, size: int, device: torch.device) -> LinearPlan | None:
-    """None: the library's product, with the steps apart."""
-    if rows > SKINNY_ROWS or size > 2:
+def linear_plan(rows: int, n: int, k: int, x: Tensor) -> LinearPlan | None:
+    """For a weight [n, k] and rows of x's kind. None: the library's product, the steps apart."""
+    if not _triton(x) or rows > SKINNY_ROWS or x.element_size() > 2:
         return None
     if n * k <= 1 << 22:  # the launch is what it costs
         return LinearPlan(16, 256, 1, 2, 3)
-    if n % 64 or k % 128 or not _streams(device):
+    if n % 64 or k % 128 or not _streams(x.device):
         return None
     # A large weight: the library streams it as fast, with a launch more before or behind it.
     splits = 2 if n <= 66 * 64 else 1
@@ -98,16 +110,17 @@ def linear(
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if glu else weight.shape[0]
-    if out is None:
-        out = x.new_empty(rows, n)
-    if plan is None and _triton(x):
-        plan = linear_plan(rows, n, k, x.element_size(), x.device)
+    if plan is None:
+        plan = linear_plan(rows, n, k, x)
     if plan is None:
         return _linear_apart(x, weight, norm, bias, residual, glu, out)
+    if out is None:
+        out = x.new_empty(rows, n)
     from domino_kernels.triton_kernels.decoder import linear_kernel, stream_kernel
 
     block_m = max(16, min(_pow2(rows), 64))
     grid = (-(-n // plan.block_n), plan.splits, -(-rows // block_m))
+    overlap = _overlap(x.device)
     if plan.stream:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -120,7 +133,7 @@ def linear(
             residual.stride(0) if residual is not None else 0,
             BIAS=bias is not None, RESIDUAL=residual is not None, GLU=glu, SPLITS=plan.splits,
             BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-            num_warps=plan.warps, num_stages=plan.stages,
+            num_warps=plan.warps, num_stages=plan.stages, **overlap,
         )  # fmt: skip
         return out
     linear_kernel[grid](
@@ -129,8 +142,9 @@ def linear(
         rows, n, k, x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
         norm[1] if norm else 0.0,
         NORM=norm is not None, BIAS=bias is not None, RESIDUAL=residual is not None, GLU=glu,
-        SPLITS=plan.splits, BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        num_warps=plan.warps, num_stages=plan.stages,
+        SPLITS=plan.splits, AHEAD=plan.ahead if overlap["PDL"] else 0, BLOCK_M=block_m,
+        BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        num_warps=plan.warps, num_stages=plan.stages, **overlap,
     )  # fmt: skip
     return out
 
@@ -138,22 +152,26 @@ def linear(
 def _linear_apart(x, weight, norm, bias, residual, glu, out):
     if norm is not None:
         x = rms_norm(x, *norm)
-    if residual is not None and bias is None and not glu:
-        # One rounding, inside the product, where the residual is the result's own place.
-        if residual.data_ptr() != out.data_ptr():
-            out.copy_(residual)
-        return torch.addmm(out, x, weight.t(), out=out)
     y = F.linear(x, weight, bias)
     if glu:
         y = silu_mul(y)
+    if out is None:
+        return y if residual is None else y + residual
     return out.copy_(y if residual is None else y + residual)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [M, K] / rms(x) * weight; rows may be strided."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """x [M, K] / rms(x) * weight; rows may be strided.
+
+    delta [M, K], contiguous: it is added to x first, and total [M, K], maybe x, gets the sum.
+    """
     rows, k = x.shape
     out = x.new_empty(rows, k)
     if not _triton(x):
+        if delta is not None:
+            x = total.copy_(x + delta)
         wide = x.float()
         factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return out.copy_(wide * factor * weight.float())
@@ -161,8 +179,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     block = _pow2(k)
     rms_norm_kernel[(rows,)](
-        x, weight, out, k, x.stride(0), k, eps, BLOCK_K=block,
-        num_warps=min(16, max(4, block >> 9)),
+        x, weight, out, x if delta is None else delta, x if delta is None else total,
+        k, x.stride(0), k, 0 if delta is None else total.stride(0), eps,
+        DELTA=delta is not None, BLOCK_K=block,
+        num_warps=min(16, max(4, block >> 9)), **_overlap(x.device),
     )  # fmt: skip
     return out
 
@@ -188,17 +208,21 @@ class Fp8Weight:
 
     def product(self, x: Tensor) -> Tensor:
         """x [M, K] times it transposed, in the dtype of x; x is rounded to e4m3 by rows as well."""
-        q, scale = quantise_rows(x)
+        rows = x.shape[0]
         if not x.is_cuda:
+            q, scale = quantise_rows(x)
             wide = (q.float() * scale) @ (self.values.float() * self.scale).t()
             return wide.to(x.dtype)
-        return torch._scaled_mm(
+        # With 15 rows it takes a third longer than with 16; what the last row holds is not read.
+        q, scale = quantise_rows(x, places=rows + -rows % 16)
+        y = torch._scaled_mm(
             q, self.values.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
-        ).to(x.dtype)
+        )
+        return y[:rows].to(x.dtype)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] in e4m3, and the scale of each row [M, 1]."""
+def quantise_rows(x: Tensor, places: int | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] in e4m3, and the scale of each row [M, 1]; places: of so many rows, on a GPU."""
     rows, k = x.shape
     if not x.is_cuda:
         wide = x.float()
@@ -206,9 +230,10 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         return (wide / scale).to(torch.float8_e4m3fn), scale
     from domino_kernels.triton_kernels.decoder import quantise_rows_kernel
 
-    q = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    quantise_rows_kernel[(rows,)](x, q, scale, k, BLOCK_K=_pow2(k), num_warps=8)
+    q = torch.empty(places or rows, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(places or rows, 1, dtype=torch.float32, device=x.device)
+    overlap = _overlap(x.device)
+    quantise_rows_kernel[(rows,)](x, q, scale, k, BLOCK_K=_pow2(k), num_warps=8, **overlap)
     return q, scale
 
 
@@ -221,7 +246,8 @@ def silu_mul(x: Tensor) -> Tensor:
     from domino_kernels.triton_kernels.decoder import silu_mul_kernel
 
     out = x.new_empty(rows, n)
-    silu_mul_kernel[(rows, -(-n // 1024))](x, out, n, BLOCK=1024, num_warps=4)
+    grid = rows, -(-n // 1024)
+    silu_mul_kernel[grid](x, out, n, BLOCK=1024, num_warps=4, **_overlap(x.device))
     return out
 
 
@@ -261,6 +287,7 @@ def attend(
     eps: float = 0.0,
     causal: bool = True,
     window: int | None = None,
+    rows: Rows | None = None,
     plan: AttendPlan | None = None,
 ) -> Tensor:
     """Attention of each row's T new tokens over its cache and each other; writes the cache.
@@ -268,16 +295,19 @@ def attend(
     qkv [B * T, (heads + 2 kv_heads) * D]; keys, values [rows >= B, kv_heads, L, D]; lengths int64
     [B]: row b's tokens stand, and are written, at lengths[b] .. lengths[b] + T - 1. rope: from
     `rope_table`. Returns [B * T, heads * D]. causal False: the new tokens all see each other.
+    rows: where the tokens are not T a row, one behind the other.
     """
     batch = lengths.shape[0]
-    tokens = qkv.shape[0] // batch
+    rows = rows or Rows(qkv.shape[0] // batch)
+    tokens = rows.tokens
     kv_heads, room, dim = keys.shape[1:]
     group = heads // kv_heads
-    out = qkv.new_empty(batch * tokens, heads * dim)
+    out = qkv.new_empty(qkv.shape[0], heads * dim)
     if not _triton(qkv):
         return _attend_torch(
-            qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal, window
-        )
+            qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal,
+            window, rows,
+        )  # fmt: skip
     from domino_kernels.triton_kernels.decoder import attend_kernel
 
     if plan is None:
@@ -292,15 +322,49 @@ def attend(
         raise ValueError(f"attend: plan: got {plan}, expected parts that fit the workspace")
     attend_kernel[(plan.splits * tiles, kv_heads, batch)](
         qkv, keys, values, lengths, rope, q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv, out, workspace.partial, workspace.counters,
-        scale, eps, room, keys.stride(0), keys.stride(1),
-        NORM=q_norm is not None, CAUSAL=causal, WINDOW=window or 0,
-        TOKENS=tokens, GROUP=group, KV_HEADS=kv_heads, DIM=dim, SPLITS=plan.splits, TILES=tiles,
+        k_norm if k_norm is not None else qkv, out, *rows.tensors(lengths),
+        workspace.partial, workspace.counters, scale, eps, room, keys.stride(0), keys.stride(1),
+        tokens, plan.splits, int(causal),
+        NORM=q_norm is not None, WINDOW=window or 0,
+        RAGGED=rows.starts is not None, TREE=rows.mask.shape[2] if rows.mask is not None else 0,
+        GROUP=group, KV_HEADS=kv_heads, DIM=dim, SPLIT=plan.splits > 1,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=max(16, _pow2(tokens)),
         BLOCK_H=max(16, _pow2(dim // 2)), BLOCK_D=block_d,
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=plan.warps, num_stages=plan.stages, **_overlap(qkv.device),
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which tokens of a batch are whose, and where they stand.
+
+    tokens: those of a row, or the most that one may have. starts int32 [B + 1]: row b has tokens
+    starts[b] .. starts[b + 1] - 1, at least one. Of a tree (build_tree), all rows with `tokens`
+    nodes: positions int64 [B, tokens], and mask int32 [B, tokens, words], packed: what a node sees
+    of the others. A node's place in the cache is lengths[b] + its number all the same.
+    """
+
+    tokens: int
+    starts: Tensor | None = None
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+
+    def tensors(self, instead: Tensor) -> list[Tensor]:
+        found = self.starts, self.positions, self.mask
+        return [instead if t is None else t for t in found]
+
+    def ragged(self, batch: int) -> int:
+        """What the kernels look a token's row up in: a power of two, or 0."""
+        return 0 if self.starts is None else _pow2(batch)
+
+    def places(self, total: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(row, token in it) int64 [total] of every token."""
+        index = torch.arange(total, device=lengths.device)
+        if self.starts is None:
+            return index // self.tokens, index % self.tokens
+        row = torch.bucketize(index, self.starts.long(), right=True) - 1
+        return row, index - self.starts[row]
 
 
 @dataclass(frozen=True)
@@ -323,33 +387,48 @@ def attend_plan(
     if batch * kv_heads * -(-queries // 16) > _PROGRAMS:  # enough: rather share the keys
         block_m = max(16, min(_pow2(queries), 64))
     programs = batch * kv_heads * -(-queries // block_m)
-    most, splits = 4 if tokens > 4 else 8, 1
-    while programs * splits < _PROGRAMS and 128 * splits < room and splits < most:
+    most, enough, splits = (4, 2 * _PROGRAMS, 1) if tokens > 4 else (8, _PROGRAMS, 1)
+    while programs * splits < enough and 128 * splits < room and splits < most:
         splits *= 2
     block_n = 128 if block_m == 16 else 64
     return AttendPlan(block_m, block_n if size == 2 and dim <= 128 else 32, splits, 4, 2)
 
 
 def _attend_torch(
-    qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal, window
+    qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal, window, rows
 ):
     batch, (kv_heads, room, dim) = lengths.shape[0], keys.shape[1:]
-    qkv = qkv.view(batch, -1, heads + 2 * kv_heads, dim)
-    tokens = qkv.shape[1]
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
-    at = lengths[:, None] + torch.arange(tokens, device=lengths.device)
+    row, token = rows.places(qkv.shape[0], lengths)
+    # A place for every token that a row may have; those that it has not are never looked at.
+    padded = qkv.new_zeros(batch, rows.tokens, heads + 2 * kv_heads, dim)
+    padded[row, token] = qkv.view(-1, heads + 2 * kv_heads, dim)
+    q, k, v = padded.split((heads, kv_heads, kv_heads), dim=2)
+    slot = lengths[:, None] + torch.arange(rows.tokens, device=lengths.device)
+    at = slot if rows.positions is None else rows.positions
     angles = rope[at.clamp(max=rope.shape[0] - 1)]
     q = _rotate(_norm_heads(q, q_norm, eps), angles).to(qkv.dtype)
     k = _rotate(_norm_heads(k, k_norm, eps), angles).to(qkv.dtype)
-    _store(keys, k, at)
-    _store(values, v, at)
+    held = torch.zeros(batch, rows.tokens, dtype=torch.bool, device=lengths.device)
+    held[row, token] = True
+    _store(keys, k, slot, held)
+    _store(values, v, slot, held)
     j = torch.arange(room, device=lengths.device)
-    last = at if causal else at[:, -1:].expand_as(at)
-    seen = j <= last[..., None]
+    if rows.mask is None:
+        last = slot if causal else slot[:, -1:].expand_as(slot)
+        seen = j <= last[..., None]
+        where = j
+    else:
+        t = torch.arange(rows.tokens, device=lengths.device)
+        bits = (rows.mask[..., t // 32] >> (t % 32)) & 1
+        behind = torch.zeros(batch, rows.tokens, room + rows.tokens, device=lengths.device)
+        behind.scatter_(2, slot[:, None].expand(-1, rows.tokens, -1), bits.to(behind.dtype))
+        seen = (j < lengths[:, None, None]) | (behind[..., :room] != 0)
+        where = torch.arange(room + rows.tokens, device=lengths.device).expand(batch, -1)
+        where = where.scatter(1, slot, at)[:, None, :room]
     if window:
-        seen &= j > at[..., None] - window
+        seen = seen & (where > at[..., None] - window)
     # What lies behind a row's end may be anything: its weight is 0, and 0 * NaN is NaN.
-    held = (j <= at[:, -1:])[:, None, :, None]
+    held = (j <= slot[:, -1:])[:, None, :, None]
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         keys[:batch].where(held, 0),
@@ -358,14 +437,14 @@ def _attend_torch(
         scale=scale,
         enable_gqa=True,
     )
-    return out.copy_(y.transpose(1, 2).reshape(out.shape))
+    return out.copy_(y.transpose(1, 2)[row, token].reshape(out.shape))
 
 
-def _store(cache: Tensor, x: Tensor, at: Tensor) -> None:
-    """x [B, T, kv_heads, D] to positions at [B, T] of the first B rows; none past the end."""
-    room = cache.shape[2]
+def _store(cache: Tensor, x: Tensor, at: Tensor, held: Tensor) -> None:
+    """x [B, T, kv_heads, D] to positions at [B, T] of the first B rows where held; none past the
+    end."""
     rows = torch.arange(at.shape[0], device=at.device)[:, None].expand_as(at)
-    keep = at < room
+    keep = held & (at < cache.shape[2])
     cache[rows[keep], :, at[keep]] = x[keep]
 
 
@@ -379,56 +458,78 @@ def rotate_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    rows: Rows | None = None,
+    places: Tensor | None = None,
 ) -> None:
-    """Norms and rotary alone: queries in place, keys and values into the cache.
+    """Norms and rotary alone: keys and values into the cache, queries and their keys in place.
 
-    qkv [B * T, layers * (heads + 2 kv_heads) * D], contiguous; cache [layers, 2, rows, kv_heads, L,
-    D]; k_norm [layers, D].
+    qkv [tokens of all rows, layers * (heads + 2 kv_heads) * D], contiguous; cache [layers, 2, rows,
+    kv_heads, L, D]; k_norm [layers, D]. rows: where they are not equally many a row. places int64
+    [B]: the cache's row of each, -1: none; None: its first ones.
     """
     layers, _, _, kv_heads, room, dim = cache.shape
-    batch = lengths.shape[0]
-    tokens = qkv.shape[0] // batch
+    batch, total = lengths.shape[0], qkv.shape[0]
+    rows = rows or Rows(total // batch)
     if not _triton(qkv):
-        qkv = qkv.view(batch, tokens, layers, heads + 2 * kv_heads, dim)
-        at = lengths[:, None] + torch.arange(tokens, device=lengths.device)
-        angles = rope[at.clamp(max=rope.shape[0] - 1)]
+        row, token = rows.places(total, lengths)
+        at = lengths[row] + token
+        place = row if places is None else places[row]
+        keep = (at < room) & (place >= 0)
+        angles = rope[at.clamp(max=rope.shape[0] - 1)][:, None]
+        qkv = qkv.view(total, 1, layers, heads + 2 * kv_heads, dim)
         for layer in range(layers):
             q, k, v = qkv[:, :, layer].split((heads, kv_heads, kv_heads), dim=2)
             q.copy_(_rotate(_norm_heads(q, q_norm, eps), angles))
             weight = k_norm[layer] if k_norm is not None else None
-            k = _rotate(_norm_heads(k, weight, eps), angles)
-            _store(cache[layer, 0], k.to(qkv.dtype), at)
-            _store(cache[layer, 1], v, at)
+            k_new = _rotate(_norm_heads(k, weight, eps), angles).to(qkv.dtype)
+            if heads:
+                k.copy_(k_new)
+            cache[layer, 0, place[keep], :, at[keep]] = k_new[keep, 0]
+            cache[layer, 1, place[keep], :, at[keep]] = v[keep, 0]
         return
     from domino_kernels.triton_kernels.decoder import rotate_store_kernel
 
-    rotate_store_kernel[(batch * tokens, layers)](
+    rotate_store_kernel[(total, layers)](
         qkv, cache, lengths, rope, q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv, eps, room, *cache.stride()[:4],
-        NORM=k_norm is not None, TOKENS=tokens, LAYERS=layers, HEADS=heads, KV_HEADS=kv_heads,
-        DIM=dim, BLOCK_Q=_pow2(heads), BLOCK_R=_pow2(kv_heads), BLOCK_H=_pow2(dim // 2),
-        BLOCK_D=_pow2(dim), num_warps=4,
+        k_norm if k_norm is not None else qkv, rows.tensors(lengths)[0],
+        places if places is not None else lengths, eps, room, *cache.stride()[:4], rows.tokens,
+        batch,
+        NORM=k_norm is not None, RAGGED=rows.ragged(batch), PLACED=places is not None,
+        LAYERS=layers, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        BLOCK_Q=_pow2(heads), BLOCK_R=_pow2(kv_heads), BLOCK_H=_pow2(dim // 2),
+        BLOCK_D=_pow2(dim), num_warps=4, **_overlap(qkv.device),
     )  # fmt: skip
 
 
 def embed(
-    anchors: Tensor, table: Tensor, tokens: int, *, drafts: Tensor | None = None, mask_id: int = 0
+    anchors: Tensor,
+    table: Tensor,
+    tokens: int,
+    *,
+    drafts: Tensor | None = None,
+    mask_id: int = 0,
+    starts: Tensor | None = None,
+    total: int | None = None,
 ) -> Tensor:
     """Rows of the table, [B * tokens, H]: each anchor, then its drafts [B, tokens - 1] (-1: none)
-    or, without drafts, the mask token."""
+    or, without drafts, the mask token. starts: see `Rows`; the rows then have `total` tokens."""
     batch, hidden = anchors.shape[0], table.shape[1]
+    rows = Rows(tokens, starts)
+    total = batch * tokens if total is None else total
     if not _triton(table):
         ids = anchors.new_full((batch, tokens), mask_id)
         ids[:, 0] = anchors
         if drafts is not None:
             ids[:, 1:] = drafts
-        return table[ids.clamp(0, table.shape[0] - 1).flatten()]
+        ids = ids[rows.places(total, anchors)]
+        return table[ids.clamp(0, table.shape[0] - 1)]
     from domino_kernels.triton_kernels.decoder import embed_kernel
 
-    out = table.new_empty(batch * tokens, hidden)
-    embed_kernel[(batch * tokens,)](
-        anchors, drafts if drafts is not None else anchors, table, out, mask_id, hidden,
-        table.shape[0], TOKENS=tokens, MASKED=drafts is None, BLOCK_K=_pow2(hidden), num_warps=4,
+    out = table.new_empty(total, hidden)
+    embed_kernel[(total,)](
+        anchors, drafts if drafts is not None else anchors, table, out, rows.tensors(anchors)[0],
+        mask_id, hidden, table.shape[0], tokens, batch, RAGGED=rows.ragged(batch),
+        MASKED=drafts is None, BLOCK_K=_pow2(hidden), num_warps=4, **_overlap(table.device),
     )  # fmt: skip
     return out
 
@@ -449,6 +550,32 @@ def commit(result, anchors: Tensor, lengths: Tensor, limits: Tensor, line: Tenso
     from domino_kernels.triton_kernels.decoder import commit_kernel
 
     commit_kernel[(anchors.shape[0],)](
-        result.tokens, result.num_accepted, result.status, anchors, lengths, limits, line,
-        DRAFTS=drafts, BLOCK=_pow2(drafts + 1), num_warps=1,
+        result.tokens, result.num_accepted, result.status, anchors, lengths, limits, line, drafts,
+        BLOCK=_pow2(drafts + 1), num_warps=1, **_overlap(anchors.device),
     )  # fmt: skip
+
+
+def allot(log_probs: Tensor, limits: Tensor, total: int) -> Tensor:
+    """starts int32 [B + 1] of the `total` tokens that are best verified (see `Rows`).
+
+    log_probs fp32 [B, K] of the drafts, each given those before it; limits int64 [B], 0: a row of
+    no request. Every row has its anchor, and of the drafts those are taken that are likeliest to
+    be kept with all that stand before them. B <= total <= B (K + 1).
+    """
+    rows, drafts = log_probs.shape
+    starts = torch.empty(rows + 1, dtype=torch.int32, device=log_probs.device)
+    if not _triton(log_probs):
+        chance = log_probs.clamp(max=0).nan_to_num(nan=-100.0).clamp(min=-100).cumsum(1)
+        chance = chance.masked_fill((limits <= 0)[:, None], -1e5).t().flatten()
+        order = chance.argsort(descending=True, stable=True)[: total - rows] % rows
+        counts = torch.bincount(order, minlength=rows) + 1
+        starts[0] = 0
+        starts[1:] = counts.cumsum(0)
+        return starts
+    from domino_kernels.triton_kernels.decoder import allot_kernel
+
+    allot_kernel[(1,)](
+        log_probs, limits, starts, rows, drafts, total,
+        BLOCK_K=_pow2(drafts), BLOCK_B=_pow2(rows), num_warps=4, **_overlap(log_probs.device),
+    )  # fmt: skip
+    return starts

@@ -66,6 +66,11 @@ def check_rows(device, dtype, tolerance):
         x = torch.randn(rows, k + 4, device=device, dtype=dtype)[:, :k]
         weight = torch.randn(k, device=device, dtype=dtype)
         close(ops.rms_norm(x, weight, 1e-6).cpu(), twin(ops.rms_norm, x, weight, 1e-6), tolerance)
+        delta, total = torch.randn(rows, k, device=device, dtype=dtype), torch.empty_like(x)
+        wide = torch.empty(rows, k, dtype=torch.float64)
+        expected = twin(ops.rms_norm, x, weight, 1e-6, delta, wide)
+        close(ops.rms_norm(x, weight, 1e-6, delta, total).cpu(), expected, tolerance)
+        close(total.cpu(), x.cpu().double() + delta.cpu().double(), tolerance)
         gates = torch.randn(rows, 2 * k, device=device, dtype=dtype)
         close(ops.silu_mul(gates).cpu(), twin(ops.silu_mul, gates), tolerance)
 
@@ -103,9 +108,9 @@ def check_attend(device, dtype, tolerance, forms, tokens, heads, kv_heads, dim):
         inside = lengths.cpu()[:, None] + torch.arange(tokens) < room
         if not form.get("causal", True):
             inside &= inside[:, -1:]  # a block that reaches over the end is not seen whole
-        for plan in (
-            ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1), None
-        ):  # fmt: skip
+        # On a GPU each is a compilation: the one with more parts than a small batch is given.
+        plans = [ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1), None]
+        for plan in plans if device == "cpu" else plans[1:]:
             k, v = keys.clone(), values.clone()
             got = ops.attend(qkv, k, v, lengths, rope, workspace, plan=plan, **settings, **given)
             shape = (batch, tokens, heads * dim)
@@ -117,6 +122,69 @@ def check_attend(device, dtype, tolerance, forms, tokens, heads, kv_heads, dim):
                 close(v[row, :, :end].cpu(), wide_values[row, :, :end], tolerance)
                 assert end == room or k[row, :, end:].isnan().all()
             assert torch.equal(k[batch], keys[batch])
+
+
+def random_trees(batch, tokens):
+    """(depths int64 [B, T], packed mask int32 [B, T, words]): each node on an earlier one."""
+    depths = torch.zeros(batch, tokens, dtype=torch.int64)
+    mask = torch.zeros(batch, tokens, -(-tokens // 32), dtype=torch.int64)
+    for row in range(batch):
+        for node in range(tokens):
+            if node:
+                parent = int(torch.randint(0, node, ()))
+                mask[row, node] = mask[row, parent]
+                depths[row, node] = depths[row, parent] + 1
+            mask[row, node, node // 32] |= 1 << (node % 32)
+    mask = torch.where(mask >= 1 << 31, mask - (1 << 32), mask)
+    return depths, mask.int()
+
+
+def check_rows_of_their_own(device, dtype, tolerance, tokens, form):
+    """Attention, its cache, and the first step, where rows have different tokens or are trees."""
+    torch.manual_seed(tokens)
+    heads, kv_heads, dim, batch, room = 4, 2, 16, 4, 128
+    lengths = torch.tensor([0, 5, 64, 80], device=device)
+    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 160)
+    total, starts, window = batch * tokens, None, None
+    if form == "ragged":
+        starts = torch.tensor([0, 1, 1 + tokens, 3 + tokens, 7 + tokens], dtype=torch.int32)
+        total = int(starts[-1])
+        rows = ops.Rows(tokens, starts.to(device))
+        cpu = ops.Rows(tokens, starts)
+    else:
+        window = 7 if form == "sliding tree" else None
+        depths, mask = random_trees(batch, tokens)
+        positions = lengths.cpu()[:, None] + depths
+        rows = ops.Rows(tokens, None, positions.to(device), mask.to(device))
+        cpu = ops.Rows(tokens, None, positions, mask)
+    qkv = torch.randn(total, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    keys, values = torch.randn(2, batch, kv_heads, room, dim, device=device, dtype=dtype)
+    settings = dict(heads=heads, scale=dim**-0.5, window=window)
+    wide = keys.cpu().double(), values.cpu().double()
+    expected = twin(ops.attend, qkv, *wide, lengths, rope, None, rows=cpu, **settings)
+    workspace = ops.Workspace(device)
+    for plan in (ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1)):
+        k, v = keys.clone(), values.clone()
+        got = ops.attend(qkv, k, v, lengths, rope, workspace, rows=rows, plan=plan, **settings)
+        close(got.cpu(), expected, tolerance)
+        close(k.cpu(), wide[0], tolerance)
+        close(v.cpu(), wide[1], tolerance)
+    if form != "ragged":
+        return
+    cache = torch.zeros(1, 2, batch, kv_heads, room, dim, device=device, dtype=dtype)
+    wide = cache.cpu().double()
+    context = qkv[:, heads * dim :].contiguous()
+    twin(ops.rotate_store, context, wide, lengths, rope, rows=cpu)
+    ops.rotate_store(context, cache, lengths, rope, rows=rows)
+    close(cache.cpu(), wide, tolerance)
+    table = torch.randn(31, 24, device=device)
+    anchors = torch.randint(0, 31, (batch,), device=device)
+    drafts = torch.randint(-1, 31, (batch, tokens - 1), device=device)
+    got = ops.embed(anchors, table, tokens, drafts=drafts, starts=rows.starts, total=total)
+    ids = torch.cat([anchors[:, None], drafts.clamp(min=0)], 1).cpu()
+    counts = (starts[1:] - starts[:-1]).tolist()
+    wanted = torch.cat([row[:n] for row, n in zip(ids, counts)])
+    assert torch.equal(got.cpu(), table.cpu()[wanted])
 
 
 def check_rotate_store(device, dtype, tolerance):
@@ -135,15 +203,37 @@ def check_rotate_store(device, dtype, tolerance):
         wide = {name: norm.cpu().double() for name, norm in given.items()}
         wide_qkv, wide_cache = qkv.cpu().double(), cache.cpu().double()
         settings = dict(heads=heads, eps=1e-6)
+        places = torch.tensor([3, -1, 0]) if normed else None
+        wide["places"], given["places"] = places, None if places is None else places.to(device)
         twin(ops.rotate_store, wide_qkv, wide_cache, lengths, rope, **settings, **wide)
         ops.rotate_store(qkv, cache, lengths, rope, **settings, **given)
+        assert places is None or not (wide_cache[:, :, 1:3].any() or cache[:, :, 1:3].any())
         assert wide_cache.any()
         close(cache.cpu(), wide_cache, tolerance)
         close(qkv.cpu(), wide_qkv, tolerance)
 
 
+def check_allot(device):
+    """The same tokens as by sorting; ties, rows without a request, NaN, all and none."""
+    torch.manual_seed(4)
+    for rows, drafts, total in [(4, 7, 12), (3, 15, 40), (1, 3, 2), (6, 15, 96), (5, 7, 5)]:
+        log_probs = -torch.rand(rows, drafts) * 3 * torch.rand(rows, 1)
+        log_probs[0] = 0.0
+        limits = torch.full((rows,), 9)
+        if rows > 3:
+            limits[1], log_probs[2, 2] = 0, float("nan")
+        wanted = twin(ops.allot, log_probs.float(), limits, total)
+        got = ops.allot(log_probs.to(device), limits.to(device), total)
+        assert got.tolist() == wanted.tolist()
+        counts = (wanted[1:] - wanted[:-1]).tolist()
+        assert sum(counts) == total and min(counts) >= 1 and max(counts) <= drafts + 1
+        if total == 12:
+            assert counts[0] == 8 and counts[1] == 1
+
+
 def check_ends(device):
     """The first and last step of a cycle: ids and lengths, exactly."""
+    check_allot(device)
     from domino_kernels.ops.verify import VerifyResult
 
     table = torch.randn(11, 24, device=device)
@@ -170,9 +260,13 @@ def check_all(device, dtype, tolerance):
     check_linear(device, dtype, tolerance)
     check_rows(device, dtype, tolerance)
     for i, shape in enumerate(SHAPES):
-        # Every form under the interpreter; on a GPU, where each is a compilation, two a shape.
+        # Every form under the interpreter; on a GPU, where each is a compilation, two a shape, and
+        # one shape of each dtype but bfloat16.
         forms = FORMS if device == "cpu" else (FORMS[i % 4], FORMS[(i + 1) % 4])
-        check_attend(device, dtype, tolerance, forms, *shape)
+        if device == "cpu" or dtype == torch.bfloat16 or i == (dtype == torch.float16):
+            check_attend(device, dtype, tolerance, forms, *shape)
+    for tokens, form in ((40, "tree"), (9, "sliding tree"), (6, "ragged")):
+        check_rows_of_their_own(device, dtype, tolerance, tokens, form)
     check_rotate_store(device, dtype, tolerance)
 
 
