@@ -31,7 +31,6 @@ def prompts(count, rng, **kwargs):
 
 def greedy(model, ids, room):
     """The plain loop: one full forward a token, no cache, the library's own attention."""
-    model.set_attn_implementation("sdpa")
     ids = list(ids)
     for _ in range(room):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -63,7 +62,6 @@ def test_sampled_slots_follow_the_law(model):
     out = Regenerator(
         model, slots=200, sampled_slots=200, max_length=16, stop_ids=[STOP], seed=1
     ).run(work, max_new_tokens=1, sync_every=1)
-    model.set_attn_implementation("sdpa")
     with torch.no_grad():
         law = (model(torch.tensor(ids)[None]).logits[0, -1] / temperature).softmax(-1).numpy()
     seen = np.bincount([r.ids[-1] for r in out], minlength=61)
@@ -88,7 +86,6 @@ def test_open_turn_is_finished_then_answered(model):
         prompt = response.ids[: response.prompt_length].tolist()
         assert prompt[:3] == work[response.tag].ids.tolist() and prompt[-3:] == [STOP, *suffix]
         assert response.temperature == 0.0
-        model.set_attn_implementation("sdpa")
         assert response.ids.tolist() == greedy(model, prompt, 12)
 
 

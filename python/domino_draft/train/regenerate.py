@@ -20,8 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..cache import RowCache
 from ..files import replacing
-from ..row_attention import RowStore, install
+from ..fused import FusedTarget
+from ..fused_ops import Workspace, embed
 from ..target import Target
 from .data import read_arrays
 
@@ -85,13 +87,15 @@ class Regenerator:
     """A target with a static batch of decoding slots.
 
     Args:
-        model: a `transformers` causal LM on its device; its attention is replaced (see
-            `row_attention.install`).
+        model: a `transformers` causal LM on its device, of a family that `fused.py` knows.
         slots: rows decoded together; the first `sampled_slots` draw at a temperature, the rest are
             greedy.
         max_length: positions a slot can hold, prompt included.
         stop_ids: tokens that end a response; the stop token is kept.
         graph: capture a step in a CUDA graph (ignored on the CPU).
+
+    Raises:
+        ValueError: the slots do not fit each other, or the model is of another form (CannotFuse).
     """
 
     def __init__(
@@ -107,16 +111,16 @@ class Regenerator:
     ):
         if not 0 <= sampled_slots <= slots:
             raise ValueError(f"regenerate: sampled_slots: got {sampled_slots}, expected 0..{slots}")
-        install(model)
-        self.model = model.eval()
-        self.body = model.base_model
-        self.lm_head = model.get_output_embeddings()
-        self.device = self.lm_head.weight.device
+        self.target = FusedTarget(Target(model))
+        decoder, weight = self.target.decoder, self.target.embedding
+        self.device = weight.device
         self.slots, self.sampled, self.max_length = slots, sampled_slots, max_length
-        self.store = RowStore(
-            model.config, slots, max_length, self.device, self.lm_head.weight.dtype
+        self.cache = RowCache(slots, max_length, self.device)
+        self.kv = self.cache.allocate(
+            len(decoder.layers), decoder.kv_heads, decoder.dim, weight.dtype
         )
-        self.stop = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self.device)
+        self.rope, self.workspace = decoder.rope(max_length), Workspace(self.device)
+        self.stop = torch.zeros(len(weight), dtype=torch.bool, device=self.device)
         self.stop[list(stop_ids)] = True
         self.stop_host = self.stop.cpu().numpy()
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=self.device)
@@ -127,14 +131,12 @@ class Regenerator:
         torch.manual_seed(seed)
 
     def _step(self) -> None:
-        store = self.store
-        hidden = self.body(
-            input_ids=self.tokens[:, None],
-            position_ids=store.lengths[:, None],
-            use_cache=False,
-            row_store=store,
-        ).last_hidden_state[:, 0]
-        logits = self.lm_head(hidden)
+        lengths = self.cache.all_lengths
+        x, _ = self.target.decoder.run(
+            embed(self.tokens, self.target.embedding, 1), lengths, self.kv, self.rope,
+            self.workspace,
+        )  # fmt: skip
+        logits = self.target.logits(x)
         best = logits.argmax(-1)
         if self.sampled:
             scaled = logits[: self.sampled].float() / self.temperature
@@ -144,9 +146,9 @@ class Regenerator:
             best[: self.sampled] = race.argmax(-1)
         # A stopped slot keeps its length: it rewrites the same position until it is refilled, and
         # cannot run off the end.
-        store.lengths += self.active
+        lengths += self.active
         self.tokens.copy_(torch.where(self.active, best, self.tokens))
-        self.active &= ~self.stop[best] & (store.lengths < self.max_length - 1)
+        self.active &= ~self.stop[best] & (lengths < self.max_length - 1)
 
     def _steps(self, count: int) -> np.ndarray:
         out = torch.empty(count, self.slots, dtype=torch.int64, device=self.device)
@@ -162,7 +164,7 @@ class Regenerator:
         return out.cpu().numpy()
 
     def _capture(self) -> None:
-        saved = [t.clone() for t in (self.tokens, self.active, self.store.lengths)]
+        saved = [t.clone() for t in (self.tokens, self.active, self.cache.all_lengths)]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -173,7 +175,7 @@ class Regenerator:
         with torch.cuda.graph(self.graph):
             self._step()
         for tensor, value in zip(
-            (self.tokens, self.active, self.store.lengths), saved, strict=True
+            (self.tokens, self.active, self.cache.all_lengths), saved, strict=True
         ):
             tensor.copy_(value)
 
@@ -185,19 +187,19 @@ class Regenerator:
             ids[i, : len(prompt.ids)] = prompt.ids
         lengths = torch.tensor([len(p.ids) for p in prompts], device=self.device)
         index = torch.tensor(rows, device=self.device)
-        store = self.store
-        store.prefill_rows = index
         inputs = torch.from_numpy(ids).to(self.device)
-        self.body(
-            input_ids=inputs,
-            position_ids=torch.arange(width, device=self.device)[None],
-            use_cache=False,
-            row_store=store,
-        )
-        store.prefill_rows = None
+        target = self.target
+        # The rows are anywhere, and a prefill's are neighbours: it has a cache of its own.
+        layers, two, _, heads, _, dim = self.kv.shape
+        held = self.kv.new_empty(layers, two, len(rows), heads, width, dim)
+        target.decoder.prefill(
+            target.embedding[inputs.flatten()], 0, torch.zeros_like(lengths), held, self.rope,
+            self.workspace,
+        )  # fmt: skip
+        self.kv[:, :, index, :, :width] = held
         # The first step feeds the prompt's last token again: it rewrites the same key and yields
         # the first new token.
-        store.lengths[index] = lengths - 1
+        self.cache.all_lengths[index] = lengths - 1
         self.tokens[index] = inputs[torch.arange(len(rows), device=self.device), lengths - 1]
         self.active[index] = True
         sampled = [
@@ -207,7 +209,7 @@ class Regenerator:
             at = torch.tensor([row for row, _ in sampled], device=self.device)
             self.temperature[at, 0] = torch.tensor([t for _, t in sampled], device=self.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(
         self,
         prompts: Sequence[Prompt],
