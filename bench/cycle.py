@@ -1,7 +1,7 @@
 """A whole decoding cycle inside the running loop, against its own linears and against one token a
 step. `python -m bench.cycle --model qwen3-8b --json F`.
 
-Weights are random: what is accepted is then forced, each slot with probability `--accept`, inside
+Weights are random: what is accepted is then forced, each slot with one probability, inside
 the running cycle, so that caches, roll-back and verify length really run. 0.878 gives 7.17 tokens
 of 16, the mean that a summary of the Domino paper gives for Qwen3-8B. Ratios that rest on it are
 modelled; the milliseconds are measured: of a cycle, the wall time of `Engine.step` over 96 cycles
@@ -9,8 +9,8 @@ modelled; the milliseconds are measured: of a cycle, the wall time of `Engine.st
 """
 
 import argparse
-import itertools
 import json
+import re
 import shlex
 import statistics
 import sys
@@ -20,9 +20,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+import triton
+import triton.language as tl
 from domino_draft import DominoConfig, DominoDrafter, Engine, Target
+from domino_draft import fused_ops as ops
 from domino_draft.cycle import Cycle
 from domino_draft.engine import _Request
+from domino_draft.policy import Choice
 
 from bench import report, timing
 
@@ -42,39 +46,65 @@ MODELS = {
 
 
 def random_pair(name, **overrides):
-    """(target, drafter) of a model's shape with random bf16 weights on the GPU."""
+    """(target, drafter) of a model's shape with random bf16 weights, made on the GPU."""
     shape = dict(MODELS[name]) | overrides
     family, draft = shape.pop("family"), shape.pop("drafter")
     config = getattr(transformers, f"{family}Config")(
         **shape, max_position_embeddings=8192, rope_theta=1e6,
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
+    domino = DominoConfig(
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_hidden_layers=draft["layers"],
+        num_attention_heads=shape["num_attention_heads"],
+        num_key_value_heads=shape["num_key_value_heads"],
+        head_dim=shape["head_dim"],
+        vocab_size=shape["vocab_size"],
+        num_target_layers=shape["num_hidden_layers"],
+        target_layer_ids=draft["taps"],
+        mask_token_id=16,
+        emb_dim=draft["rank"],
+        gru_hidden_dim=draft["gru"],
+        block_size=16,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16()
+        drafter = DominoDrafter(domino).bfloat16()
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        kind = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        torch.set_default_dtype(kind)
-        drafter = DominoDrafter(
-            DominoConfig(
-                hidden_size=shape["hidden_size"],
-                intermediate_size=shape["intermediate_size"],
-                num_hidden_layers=draft["layers"],
-                num_attention_heads=shape["num_attention_heads"],
-                num_key_value_heads=shape["num_key_value_heads"],
-                head_dim=shape["head_dim"],
-                vocab_size=shape["vocab_size"],
-                num_target_layers=shape["num_hidden_layers"],
-                target_layer_ids=draft["taps"],
-                mask_token_id=16,
-                emb_dim=draft["rank"],
-                gru_hidden_dim=draft["gru"],
-                block_size=16,
-                max_position_embeddings=8192,
-                dtype="bfloat16",
-            )
-        ).bfloat16()
-    return Target(model.bfloat16()), drafter.eval()
+    for module in (model.to_empty(device="cuda"), drafter.to_empty(device="cuda")):
+        for parameter in module.parameters():
+            parameter.data.normal_(std=0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+    # Buffers have no values either: the angles' frequencies are made again.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config, device="cuda")
+    if shape["tie_word_embeddings"]:
+        model.tie_weights()
+    return Target(model), drafter.eval()
+
+
+_TURNS = 512  # cycles after which the table of what is kept repeats
+
+
+@triton.jit
+def force_kernel(
+    kept_ptr, turn_ptr, drafts_ptr, tokens_ptr, accepted_ptr, starts_ptr,
+    ROWS: tl.constexpr, DRAFTS: tl.constexpr, TURNS: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's verdict becomes: as many drafts as the table says, then the target's first token."""
+    row = tl.program_id(0)
+    turn = tl.load(turn_ptr + row)
+    tl.store(turn_ptr + row, turn + 1)
+    kept = tl.load(kept_ptr + turn % TURNS * ROWS + row)
+    if PARTIAL:
+        kept = tl.minimum(kept, tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row) - 1)
+    tl.store(accepted_ptr + row, kept)
+    at = tl.arange(0, BLOCK)
+    tokens = tokens_ptr + row * (DRAFTS + 1)
+    draft = tl.load(drafts_ptr + row * DRAFTS + at, mask=at < kept, other=0)
+    tl.store(tokens + at, tl.where(at < kept, draft, tl.load(tokens)), mask=at < DRAFTS + 1)
 
 
 class ForcedCycle(Cycle):
@@ -82,26 +112,27 @@ class ForcedCycle(Cycle):
 
     accept = 1.0
 
-    def _verify(self, logits, proposed, lengths, greedy):
-        result = super()._verify(logits, proposed, lengths, greedy)
-        drafts = proposed.shape[1]
+    def _verify(self, logits, proposed, lengths, starts, greedy):
+        result = super()._verify(logits, proposed, lengths, starts, greedy)
+        rows, drafts = proposed.shape
         if drafts:
-            key = len(proposed), drafts
             self.tables = getattr(self, "tables", {})
-            if key not in self.tables:
+            if (rows, drafts) not in self.tables:
                 # P(at least k kept) = accept^k, by quantiles: any 64 cycles have the mean of all.
                 generator = torch.Generator().manual_seed(1)
-                order = torch.rand(8, 64, len(proposed), generator=generator).argsort(1)
+                order = torch.rand(_TURNS // 64, 64, rows, generator=generator).argsort(1)
                 u = (order.flatten(0, 1) + 0.5) / 64
                 kept = (1 - u).log() / torch.tensor(max(self.accept, 1e-30)).log()
                 kept = kept.int().clamp(max=drafts).to(self.device)
-                self.tables[key] = kept, torch.zeros(1, dtype=torch.int64, device=self.device)
-            kept, turn = self.tables[key]
-            result.num_accepted.copy_(kept[turn.remainder(512)][0])
-            turn += 1
-            slots = torch.arange(drafts, device=self.device) < result.num_accepted[:, None]
-            result.tokens[:, :drafts].copy_(torch.where(slots, proposed, result.tokens[:, :1]))
-            result.tokens[:, drafts:].copy_(result.tokens[:, :1])
+                turn = torch.zeros(rows, dtype=torch.int32, device=self.device)
+                self.tables[rows, drafts] = kept, turn
+            kept, turn = self.tables[rows, drafts]
+            force_kernel[(rows,)](
+                kept, turn, proposed, result.tokens, result.num_accepted,
+                kept if starts is None else starts, PARTIAL=starts is not None,
+                ROWS=rows, DRAFTS=drafts, TURNS=_TURNS, BLOCK=triton.next_power_of_2(drafts + 1),
+                num_warps=1,
+            )  # fmt: skip
         return result
 
 
@@ -192,6 +223,17 @@ def host_ms(engine, runs=20):
     return (total - inside[0]) / runs * 1e3
 
 
+def captured(fn, calls=1):
+    """The replay of a graph of so many calls of fn."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    return graph.replay
+
+
 def linears_ms(cycle, rows, drafts):
     """The products of a cycle alone, captured, by the library: (target and head, draft side)."""
     target = cycle.target
@@ -208,14 +250,6 @@ def linears_ms(cycle, rows, drafts):
         sizes = layer.qkv.shape[1], layer.o.shape[1], layer.down.shape[1]
         return [torch.randn(m, n, device="cuda", dtype=layer.qkv.dtype) for n in sizes]
 
-    def captured(fn):
-        fn()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            fn()
-        return gpu_ms(graph.replay)
-
     m = rows * (drafts + 1)
     given = inputs(target.decoder, m)
 
@@ -223,7 +257,7 @@ def linears_ms(cycle, rows, drafts):
         products(target.decoder, *given)
         F.linear(given[0], target.head)
 
-    found = [captured(verify), 0.0]
+    found = [gpu_ms(captured(verify)), 0.0]
     if drafts:
         slots = rows * cycle.config.slots_for(drafts)
         drafter = cycle.drafter
@@ -238,7 +272,36 @@ def linears_ms(cycle, rows, drafts):
             for layer in drafter.decoder.layers:
                 F.linear(c, layer.qkv[skip:])
 
-        found[1] = captured(draft)
+        found[1] = gpu_ms(captured(draft))
+    return found
+
+
+def stages_ms(cycle, rows, drafts, calls=4):
+    """Of each stage of a cycle, captured alone: (graph of so many calls - graph of one) / the
+    difference. They follow each other without the other stages' traffic: a small one may find
+    more in the cache than it does in a cycle."""
+    lengths, anchors = cycle.cache.all_lengths[:rows], cycle.anchors[:rows]
+    choice = Choice.whole(drafts)
+    shape = ops.Rows(choice.tokens), rows * choice.tokens
+    hidden = cycle._block(anchors, lengths, drafts)
+    base = cycle._draft_logits(hidden)
+    proposed, _ = cycle._chain(hidden, base, anchors, choice)
+    x, features = cycle._forward(anchors, proposed, lengths, *shape)
+    logits = cycle.target.logits(x)
+    result = cycle._verify(logits, proposed, lengths, None, True)
+    stages = {
+        "draft layers": lambda: cycle._block(anchors, lengths, drafts),
+        "draft LM head": lambda: cycle._draft_logits(hidden),
+        "draft_chain": lambda: cycle._chain(hidden, base, anchors, choice),
+        "target layers": lambda: cycle._forward(anchors, proposed, lengths, *shape),
+        "target LM head": lambda: cycle.target.logits(x),
+        "verify_chain": lambda: Cycle._verify(cycle, logits, proposed, lengths, None, True),
+        "commit": lambda: cycle._commit(result, features, anchors, lengths),
+    }
+    found = {}
+    for name, stage in stages.items():
+        one, many = gpu_ms(captured(stage)), gpu_ms(captured(stage, calls))
+        found[name] = round((many - one) / (calls - 1), 4)
     return found
 
 
@@ -271,11 +334,11 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m bench.cycle", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument(
-        "--case", nargs="*", default=["1:15", "8:15", "32:7", "64:3"], metavar="B:K",
-        help="batch and drafts a cycle, a number or auto",
+        "--case", nargs="*", default=["1:15", "8:15", "32:7", "64:3", "1:auto@0"],
+        metavar="B:K@A", help="batch, drafts a cycle (a number or auto), and the probability that "
+        "a slot is accepted (0.878)",
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--accept", type=float, nargs="*", default=[0.878])
     parser.add_argument("--fp8", action="store_true", help="draft with an fp8 copy of the LM head")
     parser.add_argument("--stock", action="store_true", help="also the captured stock forward")
     parser.add_argument("--json", metavar="F")
@@ -285,6 +348,7 @@ def main():
         "protocol": " ".join(__doc__.split("\n\n")[1].split()),
         "rows": [],
     }
+    begun = time.perf_counter()
     target, drafter = random_pair(options.model)
 
     def row(op, batch, provider, ms, **params):
@@ -293,13 +357,16 @@ def main():
             {"op": op, "case": "loop", "params": params, "shape": {}, "batch": batch,
              "provider": provider, "us_p50": round(ms * 1e3, 2), "ok": True}
         )  # fmt: skip
-        print(f"B={batch:3} {op:12} {provider:10} {ms:8.3f} ms  {params}", flush=True)
+        took = time.perf_counter() - begun
+        print(f"{took:5.1f} s  B={batch:3} {op:8} {provider:8} {ms:8.3f} ms  {params}", flush=True)
         if options.json:  # as far as it has come
             Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
         return ms
 
-    cases = [case.split(":") for case in options.case]
-    for batch in dict.fromkeys(int(b) for b, _ in cases):
+    cases = [
+        re.fullmatch(r"(\d+):(\d+|auto)(?:@([\d.]+))?", case).groups() for case in options.case
+    ]
+    for batch in dict.fromkeys(int(b) for b, _, _ in cases):
         steps = 96 if batch < 8 else 32
         if options.stock:
             row("ar_step", batch, "stock", stock_ms(target, batch, 1, options.context))
@@ -307,9 +374,9 @@ def main():
         ar, _ = loop_ms(engine, 0, steps, options.context)
         row("ar_step", batch, "ours", ar)
         row("ar_step", batch, "linears", linears_ms(engine._fused, batch, 0)[0])
-        chosen = [k if k == "auto" else int(k) for b, k in cases if int(b) == batch]
-        for accept, drafts in itertools.product(options.accept, chosen):
-            room = (steps + 40) * (16 if drafts == "auto" else drafts + 1)
+        for drafts, accept in [(k, float(a or 0.878)) for b, k, a in cases if int(b) == batch]:
+            drafts = drafts if drafts == "auto" else int(drafts)
+            room = (steps + 200) * (16 if drafts == "auto" else drafts + 1)
             engine = make_engine(
                 target, drafter, batch, options.context, room, drafts, accept, options.fp8
             )
@@ -319,9 +386,12 @@ def main():
             row("cycle", batch, "ours", ms, drafts=drafts, accepted=length, accept=accept,
                 modelled_ratio=length * ar / ms, host_ms=host_ms(engine),
                 fp8_draft_head=options.fp8)  # fmt: skip
-            if drafts != "auto" and accept == options.accept[0]:
+            if drafts != "auto":
                 parts = linears_ms(engine._fused, batch, drafts)
                 row("cycle", batch, "linears", sum(parts), drafts=drafts, verify_ms=parts[0])
+                engine.cache.all_lengths.fill_(options.context)
+                stages = stages_ms(engine._fused, batch, drafts)
+                row("cycle", batch, "stages", sum(stages.values()), drafts=drafts, stages=stages)
             del engine
             torch.cuda.empty_cache()
 

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from domino_draft import DominoDrafter, Engine
+from domino_draft import DominoDrafter, Engine, TreeOptions
 from domino_draft.loading import load_target
-from domino_draft.throughput import markdown, measure
+from domino_draft.losslessness import greedy_report
+from domino_draft.throughput import make_engines, markdown, measure
 
 from bench import report
 
@@ -29,13 +30,19 @@ def first_token_ms(target, drafter, prompts, **settings):
     longest = max(map(len, prompts)) + 1
     engine = Engine(target, drafter, max_batch=1, max_length=longest, **settings)
     times = []
-    for prompt in [*prompts[:2], *prompts]:  # the first ones warm up
+    for prompt in prompts * 3:  # the first ones warm up, the second capture
         torch.cuda.synchronize()
         start = time.perf_counter()
         engine.add(prompt, 1)
         engine.step()  # reads the token
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2:])
+    return statistics.median(times[2 * len(prompts) :])
+
+
+def drafts(text):
+    if text.startswith("tree"):
+        return TreeOptions(nodes=int(text.removeprefix("tree")))
+    return text if text == "auto" else int(text)
 
 
 def main():
@@ -45,8 +52,16 @@ def main():
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--limit", type=int, default=16, help="prompts a set; a batch's at least")
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
-    parser.add_argument("--drafts", nargs="*", default=["15", "7", "auto"])
+    parser.add_argument(
+        "--drafts", nargs="*", default=["15", "auto", "tree32"], help="a number, auto, or treeN"
+    )
     parser.add_argument("-n", "--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sets", nargs="*", help="of the file, in this order; default: all")
+    parser.add_argument(
+        "--judge", type=int, default=2, metavar="N",
+        help="texts of each set, batch and arm whose every token is checked (`greedy_report`)",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", metavar="F")
@@ -56,34 +71,58 @@ def main():
         row = json.loads(line)
         if row.get("ids"):
             sets.setdefault(row["set"], []).append(row["ids"])
+    sets = {name: sets[name] for name in options.sets or sets}
     dtype = getattr(torch, options.dtype)
     target = load_target(options.target, device=options.device, dtype=options.dtype)
     drafter = DominoDrafter.from_pretrained(options.drafter, dtype, options.device)
-    asked = {f"d{k}": k if k == "auto" else int(k) for k in options.drafts}
+    asked = {f"d{k}": drafts(k) for k in options.drafts}
     run = report.header("text", {}) | {
         "command": "python -m bench.text " + shlex.join(sys.argv[1:]),
         "protocol": " ".join(__doc__.split("\n\n")[1].split()),
         "sets": {},
     }
-    for name, prompts in sets.items():
-        found = {}
-        for batch in options.batch:
+    longest = max(len(p) for prompts in sets.values() for p in prompts) + options.max_new_tokens
+    drafters = dict.fromkeys(asked, drafter)
+    engines = make_engines(
+        target, drafters, max_batch=max(options.batch), max_length=longest, num_drafts=asked
+    )
+    begun = time.perf_counter()
+
+    def told(name, what):
+        print(f"[{time.perf_counter() - begun:.1f} s] {name}\n{what}", flush=True)
+        if options.json:  # as far as it has come
+            Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
+
+    outputs = {name: {} for name in sets}
+    for batch in options.batch:
+        for name, prompts in sets.items():
             one = measure(
-                target, dict.fromkeys(asked, drafter), prompts[: max(options.limit, batch)],
-                batch_sizes=[batch], max_new_tokens=options.max_new_tokens, num_drafts=asked,
+                target, drafters, prompts[: max(options.limit, batch)], batch_sizes=[batch],
+                max_new_tokens=options.max_new_tokens, num_drafts=asked, engines=engines,
+                repeats=options.repeats, outputs=outputs[name],
             )  # fmt: skip
-            found = one | {"rows": found.get("rows", []) + one["rows"]}
+            held = run["sets"].setdefault(name, one | {"rows": []})
+            held["rows"] += one["rows"]
+            told(name, markdown(one))
+    for name, prompts in sets.items():
         few = prompts[:8]
-        found["first_token_ms"] = {
+        run["sets"][name]["first_token_ms"] = {
             "stock": first_token_ms(target, None, few, fused=False),
             "target alone": first_token_ms(target, None, few),
             "drafter": first_token_ms(target, drafter, few),
         }
-        print(name, "first token, ms:", found["first_token_ms"])
-        run["sets"][name] = found
-        print(f"{name}\n{markdown(found)}", flush=True)
-        if options.json:  # as far as it has come
-            Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
+        told(name, run["sets"][name]["first_token_ms"])
+    for name, prompts in sets.items():
+        for row in run["sets"][name]["rows"]:
+            texts = outputs[name][row["batch"], row["drafter"]]
+            verdicts = [
+                greedy_report(target, prompt, text)
+                for prompt, text in zip(prompts, texts[: options.judge])
+            ]
+            row["judged"] = len(verdicts)
+            row["near_ties"] = sum(v.near_ties for v in verdicts)
+            row["violations"] = sum(v.violations for v in verdicts)
+            told(f"{name}, batch {row['batch']}, {row['drafter']}", verdicts and str(verdicts[0]))
 
 
 if __name__ == "__main__":
