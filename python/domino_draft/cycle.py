@@ -20,13 +20,15 @@ from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
 
 from . import fused_ops as ops
 from .fused import FusedDrafter, FusedTarget
+from .vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
     from domino_kernels.ops.verify import VerifyResult
 
     from .cache import RowCache
     from .config import DominoConfig
-    from .drafter import DominoSession
+    from .drafter import DominoDrafter, DominoSession
+    from .policy import Choice
     from .target import Target
 
 
@@ -39,7 +41,13 @@ def _nvtx(device: torch.device, name: str):
 # is drafted does not depend on the batch.
 _POOL = 1024
 _TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memory
-_BORROW = 32  # cycles that a size goes without a graph of its own while a larger one is there
+# Cycles that a size goes without a graph of its own while a larger one is there: what they lose is
+# then about what a capture takes (0.1 s).
+_BORROW = 128
+# Cycles without drafts whose hidden states become the drafter's context together, and places behind
+# them for the replays that a new graph is timed by.
+_LATE, LATE_PLACES = 16, 24
+_SHORT = 4096  # tokens of prompts that are padded and captured together
 _TIMED = 4  # replays that a new graph is timed by
 
 
@@ -48,6 +56,16 @@ def table_bytes(config: DominoConfig, dtype: torch.dtype) -> int:
     size = 3 * config.vocab_size * config.gru_hidden_dim * dtype.itemsize
     fits = size <= _TABLE_BYTES and config.gru_hidden_dim % 16 == 0 and dtype != torch.float32
     return size if fits else 0
+
+
+def tells_chances(drafter: DominoDrafter) -> bool:
+    """Whether a draft can say how likely it is: any base's softmax can, and of heads on a GPU those
+    that the block form of `draft_chain` takes."""
+    if drafter.head is None or drafter.device.type != "cuda":
+        return True
+    units, rank = drafter.config.gru_hidden_dim, drafter.config.emb_dim
+    fits = units % 16 == 0 and units <= 1024 and rank % 16 == 0 and rank <= 256
+    return fits and drafter.dtype != torch.float32
 
 
 def padded_rows(rows: int) -> int:
@@ -72,6 +90,9 @@ class Pending:
 class Cycle:
     """The device state of `rows` rows and the graphs over it.
 
+    block: tokens that a cycle writes into a row; None: the anchor and its drafts. draft_vocab: ids
+    to draft from, from `draft_ids`; None: all.
+
     Raises:
         CannotFuse: the target or the drafter is not of the form that `fused.py` knows.
     """
@@ -84,6 +105,9 @@ class Cycle:
         rows: int,
         num_drafts: int,
         fp8_draft_head: bool = False,
+        *,
+        block: int | None = None,
+        draft_vocab: Tensor | None = None,
     ):
         self.target, self.cache, self.session = FusedTarget(target), cache, session
         decoder, device = self.target.decoder, target.device
@@ -98,21 +122,32 @@ class Cycle:
                 len(decoder.layers), decoder.kv_heads, decoder.dim, session.drafter.dtype
             )
             self.draft_rope = decoder.rope(session.cache.max_length)
+            width = len(self.taps) * target.hidden_size
+            self._late = torch.empty(rows, LATE_PLACES, width, dtype=target.dtype, device=device)
             self.head = session.head
             if self.head is not None and device.type == "cuda":
                 if table_bytes(self.config, self.head.dtype):
                     self.head = self.head.with_table()
-        head = self.target.head
-        self.draft_head = ops.Fp8Weight.of(head) if fp8_draft_head else None
+        head, self.vocabulary = self.target.head, None
+        if draft_vocab is not None and session is not None:
+            self.vocabulary = DraftVocabulary(draft_vocab, head, self.head, rows)
+            head, self.head = self.vocabulary.lm_head, self.vocabulary.weights
+        self.draft_head = ops.Fp8Weight.of(head) if fp8_draft_head else head
         self.rows, self.num_drafts, self.device = rows, num_drafts, device
+        self.block = num_drafts + 1 if block is None else block
         self.workspace = ops.Workspace(device)
         self.anchors = torch.zeros(rows, dtype=torch.int64, device=device)
         self.limits = torch.zeros_like(self.anchors)
         self.seed = torch.zeros_like(self.anchors)
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._zero = torch.zeros_like(self.temperature)
+        self._graphs: dict[tuple[int, Choice, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._late_turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._late_count = self._late_rows = 0
+        self._late_graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._prompt_graphs: dict[tuple[int, int], tuple | None] = {}
         self._borrowed: dict[int, int] = {}
-        self._costs: dict[tuple[int, int, bool], float] = {}
+        self._costs: dict[tuple[int, Choice, bool], float] = {}
         self._chains: dict[tuple[int, int], ChainPlan] = {}
         self._pool = None
         self._hosts: list[Tensor] = []
@@ -129,12 +164,13 @@ class Cycle:
         rows = slice(first, first + len(anchors))
         self.anchors[rows] = torch.tensor(anchors, device=self.device)
         # A block of a row that stands there still ends inside the cache.
-        self.limits[rows] = self.cache.max_length - (self.num_drafts + 1)
+        self.limits[rows] = self.cache.max_length - self.block
         self.temperature[rows] = torch.tensor(temperatures, device=self.device)
         self.seed[rows] = torch.tensor(seeds, device=self.device)
 
     def select(self, rows: Sequence[int], reach: int) -> None:
         """Keep only these rows, as rows 0, 1, ...; none holds anything from `reach` on."""
+        self.catch_up()
         index = torch.tensor(rows, dtype=torch.int64, device=self.device)
         for state in (self.anchors, self.seed, self.temperature):
             state[: len(rows)] = state[index]
@@ -143,12 +179,15 @@ class Cycle:
         if self.session is not None:
             self.session.cache.select(rows, reach)
 
+    # ---- prompts ----
+
     def prefill(self, ids: Tensor, first: int, start: int, keep: Tensor) -> Tensor:
         """A piece of the prompts of rows `first` and up, which all stand at `start`.
 
         ids int64 [n, T], right-padded; caches are written, lengths are not advanced. Returns the
         logits [n, len(keep), V] of the columns `keep`.
         """
+        self.catch_up()
         with _nvtx(self.device, f"domino prefill B={ids.shape[0]} T={ids.shape[1]}"):
             return self._prefill(ids, first, start, keep)
 
@@ -167,62 +206,118 @@ class Cycle:
         ends = x.view(count, tokens, -1)[:, keep]
         return self.target.logits(ends.flatten(0, 1)).view(count, len(keep), -1)
 
+    def prompts(self, prompts: Sequence[Sequence[int]], first: int) -> Tensor:
+        """`prefill` of whole prompts: the logits [n, V] that follow each.
+
+        Padded to a power of two of rows and of tokens, and captured when a size comes back, where
+        that is small enough for the launches to be what takes the time.
+        """
+        self.catch_up()
+        count, longest = len(prompts), max(map(len, prompts))
+        size = 1 << (count - 1).bit_length(), max(16, 1 << (longest - 1).bit_length())
+        if size[0] * size[1] > _SHORT:
+            size = count, longest
+        ids = torch.zeros(size[0], size[1] + 2, dtype=torch.int64)
+        ids[:, -2] = -1  # of no row, ending anywhere
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+            ids[row, -2], ids[row, -1] = first + row, len(prompt) - 1
+        if size[0] * size[1] > _SHORT or self.device.type != "cuda":
+            return self._prompts(ids.to(self.device))[:count]
+        with _nvtx(self.device, f"domino prompts B={size[0]} T={size[1]}"):
+            if size not in self._prompt_graphs:
+                self._prompt_graphs[size] = None
+                return self._prompts(ids.to(self.device))[:count]
+            if self._prompt_graphs[size] is None:
+                held = ids.to(self.device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool):
+                    logits = self._prompts(held)
+                self._pool = self._pool or graph.pool()
+                self._prompt_graphs[size] = graph, held, logits
+            graph, held, logits = self._prompt_graphs[size]
+            held.copy_(ids)
+            graph.replay()
+            return logits[:count]
+
+    def _prompts(self, ids: Tensor) -> Tensor:
+        """ids int64 [n, T + 2]: tokens, the caches' row (-1: none), the last token's column."""
+        places, ends, ids = ids[:, -2].contiguous(), ids[:, -1], ids[:, :-2]
+        lengths = torch.zeros_like(places)
+        x, features = self.target.decoder.prefill(
+            self.target.embedding[ids.flatten()], 0, lengths, self.kv, self.rope, self.workspace,
+            taps=self.taps, places=places,
+        )  # fmt: skip
+        if self.session is not None:
+            self.drafter.store_context(
+                features, lengths, self.draft_kv, self.draft_rope, self.workspace, places=places
+            )
+        rows = torch.arange(len(ids), device=self.device)
+        return self.target.logits(x.view(*ids.shape, -1)[rows, ends])
+
     # ---- the cycle ----
 
-    def run(self, rows: int, drafts: int, greedy: bool) -> Tensor:
+    def run(self, rows: int, choice: Choice, greedy: bool) -> Tensor:
         """One cycle of rows 0 .. rows - 1; returns its line, [rows, drafts + 3] on the device."""
         lengths = self.cache.all_lengths[:rows]
         anchors = self.anchors[:rows]
-        proposed = self._draft(anchors, lengths, drafts) if drafts else anchors.new_empty(rows, 0)
-        x = ops.embed(anchors, self.target.embedding, drafts + 1, drafts=proposed)
-        x, features = self.target.decoder.run(
-            x, lengths, self.kv, self.rope, self.workspace, taps=self.taps
-        )
-        logits = self.target.logits(x).view(rows, drafts + 1, -1)
-        result = self._verify(logits, proposed, lengths, greedy)
-        if self.session is not None:
-            self.drafter.store_context(
-                features, lengths, self.draft_kv, self.draft_rope, self.workspace
-            )
-        line = torch.empty(rows, drafts + 3, dtype=torch.int64, device=self.device)
-        ops.commit(result, anchors, lengths, self.limits[:rows], line)
-        return line
+        proposed, tokens = anchors.new_empty(rows, 0), ops.Rows(choice.drafts + 1)
+        if choice.drafts:
+            hidden = self._block(anchors, lengths, choice.drafts)
+            base = self._draft_logits(hidden)
+            proposed, log_probs = self._chain(hidden, base, anchors, choice)
+            if choice.partial:
+                starts = ops.allot(log_probs, self.limits[:rows], rows * choice.tokens)
+                tokens = ops.Rows(choice.drafts + 1, starts)
+        x, features = self._forward(anchors, proposed, lengths, tokens, rows * choice.tokens)
+        result = self._verify(self.target.logits(x), proposed, lengths, tokens.starts, greedy)
+        return self._commit(result, features, anchors, lengths, tokens)
 
-    def _verify(
-        self, logits: Tensor, proposed: Tensor, lengths: Tensor, greedy: bool
-    ) -> VerifyResult:
-        if greedy:
-            return verify_chain(logits, proposed)
-        rows = slice(0, len(lengths))
-        return verify_chain(
-            logits,
-            proposed,
-            rule="token",
-            temperature=self.temperature[rows],
-            seed=self.seed[rows],
-            block_start=lengths,
-        )
+    # Its stages.
 
-    def _draft(self, anchors: Tensor, lengths: Tensor, drafts: int) -> Tensor:
-        config, rows = self.config, anchors.shape[0]
-        slots = config.slots_for(drafts)
-        x = ops.embed(anchors, self.target.embedding, slots, mask_id=config.mask_token_id)
-        x = x.to(self.drafter.fc.dtype)
+    def _block(self, anchors: Tensor, lengths: Tensor, drafts: int) -> Tensor:
+        """The drafter's hidden states [rows, slots, H] of anchors and masks."""
+        slots = self.config.slots_for(drafts)
+        x = ops.embed(anchors, self.target.embedding, slots, mask_id=self.config.mask_token_id).to(
+            self.drafter.fc.dtype
+        )
         x, _ = self.drafter.decoder.run(x, lengths, self.draft_kv, self.draft_rope, self.workspace)
-        hidden = self.drafter.hidden(x)
-        base = hidden.to(self.target.head.dtype)
-        if self.draft_head is not None:
-            base = self.draft_head.product(base)
+        return self.drafter.hidden(x).view(anchors.shape[0], slots, -1)
+
+    def _draft_logits(self, hidden: Tensor) -> Tensor:
+        """Base logits [rows, slots, V] of the target's LM head, or its fp8 copy."""
+        x = hidden.flatten(0, 1).to(self.target.head.dtype)
+        if isinstance(self.draft_head, ops.Fp8Weight):
+            base = self.draft_head.product(x)
         else:
-            base = F.linear(base, self.target.head)
-        hidden, base = hidden.view(rows, slots, -1), base.view(rows, slots, -1)
-        head = self.head
+            base = F.linear(x, self.draft_head)
+        return base.view(*hidden.shape[:2], -1)
+
+    def _chain(
+        self, hidden: Tensor, base: Tensor, anchors: Tensor, choice: Choice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Drafts int64 [rows, drafts]: the head's chain, or without a head the base's winners.
+        And the logarithms of their probabilities, where not all of them are to be verified."""
+        config, head, rows, drafts = self.config, self.head, anchors.shape[0], choice.drafts
+        valid, pool_size, named = None, _POOL, lambda ids: ids
+        if self.vocabulary is not None:
+            anchors, valid = self.vocabulary.place(anchors), self.vocabulary.size
+            pool_size, named = min(_POOL, valid), self.vocabulary.tokens
         if head is None:
             first = 0 if config.shift_label else 1
-            return base[:, first : first + drafts].argmax(-1)
+            base = base[:, first : first + drafts, :valid]
+            best = base.argmax(-1)
+            if not choice.partial:
+                return named(best), None
+            chosen = base.gather(2, best[..., None])[..., 0].float()
+            return named(best), chosen - base.float().logsumexp(-1)
         if base.dtype != head.w2.dtype:
             base = base.float()
-        return draft_chain_out(
+        noise = {}
+        if choice.partial:  # the form that gives probabilities; at temperature 0 it draws argmaxes
+            noise = dict(temperature=self._zero[:rows], seed=self.seed[:rows])
+            noise["block_start"] = self.cache.all_lengths[:rows]
+        result = draft_chain_out(
             base,
             hidden,
             anchors,
@@ -230,30 +325,126 @@ class Cycle:
             shift_label=config.shift_label,
             pure_draft_prefix_len=config.pure_draft_prefix_len,
             exact=False,
-            pool_size=_POOL,
-            out=DraftResult.empty(head, rows, num_drafts=drafts, pool_size=_POOL),
-            plan=self._chain_plan(rows, drafts),
-        ).tokens
+            pool_size=pool_size,
+            vocab_valid=valid,
+            out=DraftResult.empty(
+                head, rows, num_drafts=drafts, pool_size=pool_size, vocab_valid=valid,
+                sampled=choice.partial,
+            ),
+            plan=self._chain_plan(rows, drafts, pool_size),
+            **noise,
+        )  # fmt: skip
+        return named(result.tokens), result.log_probs
 
-    def _chain_plan(self, rows: int, drafts: int) -> ChainPlan:
+    def _chain_plan(self, rows: int, drafts: int, pool_size: int) -> ChainPlan:
         """Made before a capture, by the run that precedes it: its contents may outlive a replay."""
         key = rows, drafts
         if key not in self._chains:
-            self._chains[key] = ChainPlan(self.head, rows, num_drafts=drafts, pool_size=_POOL)
+            self._chains[key] = ChainPlan(self.head, rows, num_drafts=drafts, pool_size=pool_size)
         return self._chains[key]
+
+    def _forward(
+        self, anchors: Tensor, proposed: Tensor, lengths: Tensor, tokens: ops.Rows, total: int
+    ):
+        """The target's layers over anchors and drafts: (before the final norm, features)."""
+        x = ops.embed(
+            anchors, self.target.embedding, tokens.tokens, drafts=proposed, starts=tokens.starts,
+            total=total,
+        )  # fmt: skip
+        return self.target.decoder.run(
+            x, lengths, self.kv, self.rope, self.workspace, taps=self.taps, rows=tokens
+        )
+
+    def _verify(
+        self,
+        logits: Tensor,
+        proposed: Tensor,
+        lengths: Tensor,
+        starts: Tensor | None,
+        greedy: bool,
+    ) -> VerifyResult:
+        rows = len(lengths)
+        given = dict(logprobs=False, cu_rows=starts)
+        if starts is None:
+            logits = logits.view(rows, -1, logits.shape[-1])
+        if greedy:
+            return verify_chain(logits, proposed, **given)
+        return verify_chain(
+            logits,
+            proposed,
+            rule="token",
+            temperature=self.temperature[:rows],
+            seed=self.seed[:rows],
+            block_start=lengths,
+            **given,
+        )
+
+    def _commit(
+        self,
+        result: VerifyResult,
+        features: Tensor | None,
+        anchors: Tensor,
+        lengths: Tensor,
+        tokens: ops.Rows | None = None,
+    ) -> Tensor:
+        """What was kept becomes context, at once or, one token a row, later; returns the line for
+        the host."""
+        if self.session is not None and result.tokens.shape[1] == 1:
+            rows = len(lengths)
+            self._late[:rows].index_copy_(1, self._late_turn, features.view(rows, 1, -1))
+            self._late_turn.add_(1)
+        elif self.session is not None:
+            self.drafter.store_context(
+                features, lengths, self.draft_kv, self.draft_rope, self.workspace, tokens
+            )
+        rows, width = result.tokens.shape
+        line = torch.empty(rows, width + 2, dtype=torch.int64, device=self.device)
+        ops.commit(result, anchors, lengths, self.limits[:rows], line)
+        return line
+
+    # ---- what cycles without drafts leave for later ----
+
+    def catch_up(self) -> None:
+        """Make the drafter's context of what cycles without drafts have kept: 16 tokens cost what
+        one does, and a text on which drafting does not pay should not pay for it."""
+        if not self._late_count:
+            return
+        rows, self._late_count = self._late_rows, 0
+        if self.device.type != "cuda" or rows not in self._late_graphs:
+            self._late_graphs[rows] = None
+            self._catch_up(rows)
+            return
+        if self._late_graphs[rows] is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._catch_up(rows)
+            self._pool = self._pool or graph.pool()
+            self._late_graphs[rows] = graph
+        self._late_graphs[rows].replay()
+
+    def _catch_up(self, rows: int) -> None:
+        # Places behind the last one that is held get rubbish, which later tokens write over.
+        starts = (self.cache.all_lengths[:rows] - self._late_turn).clamp(min=0)
+        features = self._late[:rows, :_LATE].flatten(0, 1)
+        self.drafter.store_context(features, starts, self.draft_kv, self.draft_rope, self.workspace)
+        self._late_turn.zero_()
 
     # ---- graphs ----
 
-    def queue(self, rows: int, drafts: int, greedy: bool) -> Pending:
+    def queue(self, rows: int, choice: Choice, greedy: bool) -> Pending:
         """Queue a cycle of the first `rows` rows, captured on first use."""
-        size = self._size(rows, [drafts], greedy)
+        size = self._size(rows, [choice], greedy)
+        if choice.drafts or self._late_count == _LATE or size != self._late_rows:
+            self.catch_up()
+        if self.session is not None and not choice.drafts:
+            self._late_count, self._late_rows = self._late_count + 1, size
         if self.device.type != "cuda":
-            return Pending(self.run(size, drafts, greedy)[:rows], None)
-        key = size, drafts, greedy
+            return Pending(self.run(size, choice, greedy)[:rows], None)
+        key = size, choice, greedy
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         graph, line = self._graphs[key]
-        with _nvtx(self.device, f"domino cycle B={size} K={drafts}"):
+        with _nvtx(self.device, f"domino cycle B={size} K={choice.drafts}"):
             graph.replay()
             host = self._host(line)
             host.copy_(line, non_blocking=True)
@@ -261,32 +452,33 @@ class Cycle:
             event.record()
         return Pending(host[:rows], event)
 
-    def costs(self, rows: int, choices: Iterable[int], greedy: bool) -> dict[int, float]:
-        """Milliseconds of a cycle for each number of drafts; captures what is not captured yet."""
-        choices = list(choices)
+    def costs(self, rows: int, choices: Sequence[Choice], greedy: bool) -> dict[Choice, float]:
+        """Milliseconds of a cycle for each of them; captures what is not captured yet."""
         size = self._size(rows, choices, greedy)
         self.warmup([size], choices, [greedy])
-        return {k: self._costs[size, k, greedy] for k in choices}
+        return {c: self._costs[size, c, greedy] for c in choices}
 
-    def _size(self, rows: int, choices: Sequence[int], greedy: bool) -> int:
+    def _size(self, rows: int, choices: Sequence[Choice], greedy: bool) -> int:
         """The number of rows to run for these: padded, or for a while of a larger graph that is
         there, so that a batch that runs empty does not stop for a capture at each size."""
         size = min(padded_rows(rows), self.rows)
-        there = [s for s, k, g in self._graphs if k == choices[0] and g == greedy and s >= size]
-        there = [s for s in there if all((s, k, greedy) in self._graphs for k in choices)]
+        there = [s for s, c, g in self._graphs if c == choices[0] and g == greedy and s >= size]
+        there = [s for s in there if all((s, c, greedy) in self._graphs for c in choices)]
         if not there or min(there) == size:
             return size
         self._borrowed[size] = self._borrowed.get(size, 0) + 1
         return min(there) if self._borrowed[size] <= _BORROW else size
 
-    def warmup(self, sizes: Iterable[int], drafts: Iterable[int], rules: Iterable[bool]) -> None:
-        """Capture what `queue` would for these numbers of rows and of drafts."""
-        rules, drafts = list(rules), sorted(drafts, reverse=True)
+    def warmup(
+        self, sizes: Iterable[int], choices: Iterable[Choice], rules: Iterable[bool]
+    ) -> None:
+        """Capture what `queue` would for these numbers of rows and these choices."""
+        rules, choices = list(rules), sorted(choices, reverse=True)
         # The largest first: smaller ones find their memory in the pool.
         for size in sorted({min(padded_rows(n), self.rows) for n in sizes}, reverse=True):
-            for key in ((size, count, greedy) for count in drafts for greedy in rules):
+            for key in ((size, choice, greedy) for choice in choices for greedy in rules):
                 if self.device.type != "cuda":
-                    self._costs[key] = 1.0 + key[1] / 16  # nothing to measure, nothing to gain
+                    self._costs[key] = 1.0 + key[1].drafts / 16  # nothing to measure, or to gain
                 elif key not in self._graphs:
                     self._graphs[key] = self._capture(*key)
 
@@ -300,8 +492,8 @@ class Cycle:
         self._turn = (self._turn + 1) % len(self._hosts)
         return self._hosts[self._turn][: line.numel()].view(line.shape)
 
-    def _capture(self, rows: int, drafts: int, greedy: bool):
-        state = (self.anchors, self.cache.all_lengths)
+    def _capture(self, rows: int, choice: Choice, greedy: bool):
+        state = (self.anchors, self.cache.all_lengths, self._late_turn)
         kept = [t.clone() for t in state]
 
         def restore():
@@ -312,12 +504,12 @@ class Cycle:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self.run(rows, drafts, greedy)  # kernels load, and libraries make their plans
+            self.run(rows, choice, greedy)  # kernels load, and libraries make their plans
             restore()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            line = self.run(rows, drafts, greedy)
+            line = self.run(rows, choice, greedy)
         self._pool = self._pool or graph.pool()
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -328,5 +520,5 @@ class Cycle:
         end.record()
         restore()
         end.synchronize()
-        self._costs[rows, drafts, greedy] = start.elapsed_time(end) / _TIMED
+        self._costs[rows, choice, greedy] = start.elapsed_time(end) / _TIMED
         return graph, line

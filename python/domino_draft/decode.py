@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from . import requests
 from .drafter import Drafter
 from .engine import Engine
+from .fused import why_not
 
 if TYPE_CHECKING:
     from .target import Target
@@ -153,12 +154,12 @@ def stream(
         stop_token_ids = requests.integers(f"{op}: stop_token_ids", stop_token_ids)
     stats = stats if stats is not None else Stats()
     stats.accepted = [[] for _ in ids]
-    if tree is not None:
+    options = None if tree is None else tree.settled(drafter, laws)
+    if options is not None and (options.lookup or target.device.type != "cuda" or why_not(target)):
         from .tree import TreeLoop
 
         stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
         bits = [requests.seed_bits(s) for s in seeds]
-        options = tree.settled(drafter, laws)
         loop = TreeLoop(target, drafter, ids, count, laws, bits, frozenset(stops), options, stats)
         return (RowChunk(*part) for part in loop.run())
     engine = Engine(
@@ -167,6 +168,7 @@ def stream(
         max_batch=len(ids),
         max_length=max(map(len, ids)) + count,
         num_drafts=num_drafts,
+        tree=options,
     )
     for prompt, law, bits in zip(ids, laws, seeds):
         engine.add(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,13 +25,16 @@ from domino_kernels import verify_chain
 
 from . import requests as checks
 from .cache import RowCache
-from .cycle import Cycle, Pending
+from .cycle import Cycle, Pending, padded_rows, tells_chances
 from .drafter import Batch, DominoDrafter, Drafter
 from .fused import CannotFuse
-from .policy import DraftLength
+from .policy import Choice, DraftLength
+from .tree_cycle import TreeCycle
+from .vocabulary import draft_ids
 
 if TYPE_CHECKING:
     from .target import Target
+    from .tree import TreeOptions
 
 PREFILL_TOKENS = 8192  # of a forward over prompts, padding included
 AHEAD = 2  # cycles queued before the first of them is read, so that the GPU never waits
@@ -91,7 +94,8 @@ class Engine:
 
     Args:
         drafter: None is the target alone, in the same loop.
-        max_batch: requests that run at once; others wait, first come, first served.
+        max_batch: requests that run at once; others wait, first come, first served. The attribute
+            of this name may be lowered between steps, and raised again up to this.
         max_length: prompt and new tokens of one request. The caches are made for max_batch requests
             of this length (`estimate_memory`).
         num_drafts: tokens drafted a cycle, up to drafter.max_drafts; "auto": between 0 and the
@@ -101,10 +105,14 @@ class Engine:
             longer one is run in pieces.
         fp8_draft_head: draft with a copy of the LM head in fp8, half its bytes. The target's own
             head stays, so the output does. Fused layers only.
+        draft_vocab: ids to draft from, None: all (see `vocabulary.py`). Fused layers, no tree.
         fused: True, the fused layers or an error; False, the stock forward; None, the fused layers
             on a GPU, where the model allows it.
+        tree: draft a tree a cycle in place of a chain (see `TreeOptions`; no lookup). Fused layers
+            only: for others there is `generate(tree=...)`.
 
     Raises:
+        TypeError: a tree without a Domino head.
         ValueError: a setting out of range, a drafter that does not fit the target.
     """
 
@@ -118,7 +126,9 @@ class Engine:
         num_drafts: int | str | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         fp8_draft_head: bool = False,
+        draft_vocab: Sequence[int] | Tensor | None = None,
         fused: bool | None = None,
+        tree: TreeOptions | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -133,12 +143,22 @@ class Engine:
                 "positions that the target was made for"
             )
         self.target, self.max_batch, self.max_length = target, max_batch, max_length
+        self.tree = tree
+        if tree is not None:
+            if num_drafts is not None or tree.lookup:
+                raise ValueError(
+                    f"Engine: tree: got one with num_drafts {num_drafts} and lookup {tree.lookup}, "
+                    "expected None and 0"
+                )
+            self.tree = replace(tree.settled(drafter, ()), rule=tree.rule)
+            num_drafts = self.tree.depth
         auto, num_drafts = num_drafts == "auto", None if num_drafts == "auto" else num_drafts
         self.num_drafts = checks.num_drafts("Engine: num_drafts", drafter, num_drafts)
         self.prefill_tokens = prefill_tokens
         self.layers = tuple(drafter.feature_layers) if drafter is not None else ()
         # A row at its last token may still run a whole block.
-        room = max_length + self.num_drafts + 1
+        self._block = self.num_drafts + 1 if self.tree is None else self.tree.nodes
+        room = max_length + self._block
         self.cache = RowCache(max_batch, room, target.device)
         self.session = None
         if drafter is not None:
@@ -147,29 +167,42 @@ class Engine:
         self._running: list[_Request] = []
         self._added = 0
         self._joined = False  # the last step took requests in
-        self._queued: deque[tuple[Pending, int, list[_Request]]] = deque()
-        self._fused, self.mode = self._make_cycle(drafter, fused, fp8_draft_head)
+        self._queued: deque[tuple[Pending, Choice, list[_Request]]] = deque()
+        if draft_vocab is not None:
+            draft_vocab = draft_ids("Engine: draft_vocab", draft_vocab, target.vocab_size)
+        self._fused, self.mode = self._make_cycle(drafter, fused, fp8_draft_head, draft_vocab)
         choose = auto and self.num_drafts and self._fused is not None
-        self._policy = DraftLength(self.num_drafts) if choose else None
+        partial = choose and tells_chances(drafter)
+        self._policy = DraftLength(self.num_drafts, partial) if choose else None
         self.batch = Batch([], torch.empty(0), [])
         self._keep([])
 
-    def _make_cycle(self, drafter, fused: bool | None, fp8: bool) -> tuple[Cycle | None, str]:
+    def _make_cycle(
+        self, drafter, fused: bool | None, fp8: bool, vocab: Tensor | None
+    ) -> tuple[Cycle | None, str]:
         on_gpu = self.target.device.type == "cuda"
-        if fp8 and (drafter is None or not (on_gpu or fused)):
-            raise ValueError(
-                "Engine: fp8_draft_head: got True, expected a drafter and the fused layers"
-            )
+        fused = fused or (True if self.tree is not None and fused is None else fused)
+        for name, given in (("fp8_draft_head", fp8), ("draft_vocab", vocab is not None)):
+            if given and (drafter is None or not (on_gpu or fused)):
+                raise ValueError(
+                    f"Engine: {name}: got one, expected a drafter and the fused layers with it"
+                )
+        if vocab is not None and self.tree is not None:
+            raise ValueError("Engine: draft_vocab: got one and a tree, expected one of them")
+        if self.tree is not None and not fused:
+            raise ValueError("Engine: tree: got one, expected the fused layers with it")
         if fused is False or (fused is None and not on_gpu):
             return None, "stock forward"
         try:
             if not isinstance(drafter, DominoDrafter | None):
                 raise CannotFuse(f"a {type(drafter).__name__} drafts on the host")
-            cycle = Cycle(
-                self.target, self.session, self.cache, self.max_batch, self.num_drafts, fp8
-            )
+            state = self.target, self.session, self.cache, self.max_batch
+            if self.tree is not None:
+                cycle = TreeCycle(*state, self.tree, fp8)
+            else:
+                cycle = Cycle(*state, self.num_drafts, fp8, draft_vocab=vocab)
         except CannotFuse as reason:
-            if fused or fp8:
+            if fused or fp8 or vocab is not None:
                 raise ValueError(
                     f"Engine: fused: got True, but the model cannot: {reason}"
                 ) from None
@@ -184,8 +217,9 @@ class Engine:
         if self._fused is not None:
             sizes = range(1, self.max_batch + 1) if batch_sizes is None else batch_sizes
             with torch.inference_mode():
-                drafts = self._policy.choices if self._policy else [self.num_drafts]
-                self._fused.warmup(sizes, drafts, (True, False) if sampled else (True,))
+                rules = (True, False) if sampled else (True,)
+                for rows in {min(padded_rows(n), self._fused.rows) for n in sizes}:
+                    self._fused.warmup([rows], self._choices(rows), rules)
 
     @property
     def num_waiting(self) -> int:
@@ -222,6 +256,10 @@ class Engine:
                 f"at most {self.max_length} positions in all"
             )
         (temperature,) = checks.temperatures("add: temperature", temperature, 1)
+        if temperature and self.tree is not None and self.tree.rule == "greedy":
+            raise ValueError(
+                f"add: temperature: got {temperature}, expected 0 with trees of rule 'greedy'"
+            )
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"add: seed: got {seed}, expected 64 bits with a sign")
         stops = self.target.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -287,21 +325,28 @@ class Engine:
         chunks: list[Chunk] = []
         while not chunks and self._running:
             while len(self._queued) < AHEAD:
-                rows, drafts = len(self._running), self.num_drafts
+                rows = len(self._running)
+                choices = self._choices(rows)
+                choice = choices[0]
                 if self._policy is not None:
-                    costs = self._fused.costs(rows, self._policy.choices, self.greedy)
-                    drafts = self._policy.choose(costs)
-                cycle = self._fused.queue(rows, drafts, self.greedy)
-                self._queued.append((cycle, drafts, list(self._running)))
-            cycle, drafts, requests = self._queued.popleft()
+                    choice = self._policy.choose(self._fused.costs(rows, choices, self.greedy))
+                cycle = self._fused.queue(rows, choice, self.greedy)
+                self._queued.append((cycle, choice, list(self._running)))
+            cycle, choice, requests = self._queued.popleft()
             live = [(r, line) for r, line in zip(requests, cycle.lines()) if not r.done]
             chunks += [self._take(request, line, True) for request, line in live]
             if self._policy is not None:
-                self._policy.observe(drafts, [line[0] for _, line in live])
+                self._policy.observe(choice, [line[0] for _, line in live])
         alive = [b for b, request in enumerate(self._running) if not request.done]
         if len(alive) < len(self._running):
             self._keep(alive)
         return chunks
+
+    def _choices(self, rows: int) -> list[Choice]:
+        """What a captured cycle of so many rows may draft and verify."""
+        if self._policy is not None:
+            return self._policy.choices(rows)
+        return [Choice(self.num_drafts, self._block)]
 
     def _take(self, request: _Request, line: list[int], cycle: bool) -> Chunk:
         chunk = self._chunk(request, line, cycle)
@@ -349,9 +394,15 @@ class Engine:
         prompts, device = self.batch.tokens[first:], self.target.device
         lengths = [len(p) for p in prompts]
         longest = max(lengths)
-        padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
         size = longest if len(prompts) > 1 else self.prefill_tokens
         self.cache.focus(first, len(prompts))
+        drafts = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
+        if self._fused is not None and longest <= size:
+            logits = self._fused.prompts(prompts, first)[:, None]
+            self.cache.advance(torch.tensor(lengths, device=device), lengths)
+            self._set_law(self._running[first:])
+            return _lines(self._verify(logits, drafts, self.cache.lengths - 1))
+        padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
         for start in range(0, longest, size):
             piece = padded[:, start : start + size]
             held = [min(n - start, piece.shape[1]) for n in lengths]
@@ -368,7 +419,6 @@ class Engine:
                 self.session.commit(features, counts, held, first)
         column = torch.tensor([ends.index(n - 1) for n in held], device=device)
         logits = logits[torch.arange(len(prompts), device=device), column][:, None]
-        drafts = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
         self._set_law(self._running[first:])
         return _lines(self._verify(logits, drafts, self.cache.lengths - 1))
 
@@ -399,7 +449,7 @@ class Engine:
         return verify_chain(
             logits,
             drafts,
-            rule="token",
+            rule="match" if self.tree is not None and self.tree.rule == "match" else "token",
             temperature=self.temperature,
             seed=self.seed,
             block_start=block_start,
@@ -462,7 +512,7 @@ class Engine:
             rows = [b if b in staying else next(last) for b in range(count)]
             self._running = [self._running[b] for b in rows]
             if self._fused is not None:
-                ahead = (len(self._queued) + 1) * (self.num_drafts + 1)
+                ahead = len(self._queued) * (self.num_drafts + 1) + self._block
                 longest = max((len(r.tokens) for r in self._running), default=0)
                 self._fused.select(rows, longest + ahead)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from .cycle import table_bytes
+from .cycle import LATE_PLACES, table_bytes
 from .drafter import DominoDrafter
 from .engine import PREFILL_TOKENS
 from .fused_ops import workspace_bytes
@@ -56,11 +56,13 @@ def estimate_memory(
     num_drafts: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
     fp8_draft_head: bool = False,
+    draft_vocab: int | None = None,
     fused: bool | None = None,
 ) -> Memory:
     """What an `Engine` with max_batch=batch and max_length=length comes to hold.
 
-    fused: the engine runs the fused layers; None: where the target is on a GPU.
+    draft_vocab: how many ids there are to draft from. fused: the engine runs the fused layers;
+    None: where the target is on a GPU.
     """
     drafts = check_num_drafts("estimate_memory: num_drafts", drafter, num_drafts)
     room, size = length + drafts + 1, target.dtype.itemsize
@@ -80,14 +82,23 @@ def estimate_memory(
         logit_rows += own.slots_for(drafts) if every_slot else drafts
         tokens = max(min(prefill_tokens, batch * length), batch * (drafts + 1))
         beside += 4 * (room + own.block_size) * own.head_dim
+        places = own.vocab_size
+        if draft_vocab is not None:
+            places = draft_vocab + batch
+            places += -places % 16
+            beside += places * target.hidden_size * size
+            if drafter.head is not None:
+                each = own.emb_dim + target.hidden_size
+                beside += places * each * drafter.dtype.itemsize
         if drafter.head is not None and target.device.type == "cuda":
-            beside += table_bytes(own, drafter.dtype)
+            beside += table_bytes(own, drafter.dtype) * places // own.vocab_size
         rows = 2 * own.num_key_value_heads * own.head_dim
         beside += own.num_hidden_layers * rows * target.hidden_size * drafter.dtype.itemsize
         beside += own.num_hidden_layers * own.head_dim * drafter.dtype.itemsize
         features = 2 * tokens * own.num_features * target.hidden_size * size
+        beside += batch * LATE_PLACES * own.num_features * target.hidden_size * size
     if fp8_draft_head:
-        beside += target.vocab_size * (target.hidden_size + 4)
+        beside += places * (target.hidden_size + 4)
     return Memory(
         target_weights=_weights(target.model),
         drafter_weights=drafter_weights,

@@ -11,12 +11,14 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .engine import Engine
 from .evaluate import TARGET, environment
 from .smollm2 import chat_prompt
+from .tree import TreeOptions
 
 if TYPE_CHECKING:
     from .drafter import Drafter
@@ -57,6 +59,27 @@ def load_prompts(path: str | Path, tokenizer, chat: bool, limit: int | None) -> 
     return found
 
 
+def make_engines(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    *,
+    max_batch: int,
+    max_length: int,
+    num_drafts: Mapping[str, int | str | TreeOptions] | None = None,
+) -> dict[str, Engine]:
+    """An engine for the target alone and one for each drafter: what `measure` runs. num_drafts: a
+    number, "auto", or the trees that are drafted (fused layers only)."""
+    if TARGET in drafters:
+        raise ValueError(f"measure: drafters: got the name {TARGET!r}, expected another one")
+    arms: dict[str, Drafter | None] = {TARGET: None} | dict(drafters)
+    engines = {}
+    for name, arm in arms.items():
+        asked = (num_drafts or {}).get(name)
+        shape = {"tree": asked} if isinstance(asked, TreeOptions) else {"num_drafts": asked}
+        engines[name] = Engine(target, arm, max_batch=max_batch, max_length=max_length, **shape)
+    return engines
+
+
 def measure(
     target: Target,
     drafters: Mapping[str, Drafter],
@@ -66,13 +89,17 @@ def measure(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
-    num_drafts: Mapping[str, int | str] | None = None,
+    num_drafts: Mapping[str, int | str | TreeOptions] | None = None,
     repeats: int = 1,
+    engines: Mapping[str, Engine] | None = None,
+    outputs: dict[tuple[int, str], list[list[int]]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Run all prompts at every batch size with the target alone and with each drafter.
 
-    Prompt i has the seed `seed` + i. Each run is repeated; seconds are the median.
+    Prompt i has the seed `seed` + i. Each run is repeated; seconds are the median. engines: made by
+    `make_engines` for these drafters, large enough, to share between calls; None: made here.
+    outputs: gets the texts of every (batch size, arm).
 
     Returns:
         A report that `json` can write: "run" (machine, versions, settings) and "rows", one for each
@@ -82,34 +109,35 @@ def measure(
         batch size), "identical" (fraction of outputs equal to those of the target alone; None with
         a temperature, where both follow one law with different noise)}.
     """
-    if TARGET in drafters:
-        raise ValueError(f"measure: drafters: got the name {TARGET!r}, expected another one")
-    arms: dict[str, Drafter | None] = {TARGET: None} | dict(drafters)
     asked = num_drafts or {}
+    if engines is None:
+        longest = max(map(len, prompts)) + max_new_tokens
+        engines = make_engines(
+            target, drafters, max_batch=max(batch_sizes), max_length=longest, num_drafts=asked
+        )
     rows, done = [], 0
     for batch in batch_sizes:
         texts: dict[str, list[list[int]]] = {}
-        runs: dict[str, list[tuple]] = {name: [] for name in arms}
-        longest = max(map(len, prompts)) + max_new_tokens
-        engines = {}
-        for name, drafter in arms.items():
-            engines[name] = engine = Engine(
-                target, drafter, max_batch=batch, max_length=longest, num_drafts=asked.get(name)
-            )
+        runs: dict[str, list[tuple]] = {name: [] for name in engines}
+        for engine in engines.values():
             # Kernels load, graphs are captured and allocators warm up outside the clock: once in
             # the life of a server.
+            engine.max_batch = batch
             engine.warmup([batch], sampled=temperature > 0)
-            _run(engine, prompts[:batch], min(4, max_new_tokens), temperature, seed)
+            for _ in range(2):  # a prompt's size is captured when it comes back
+                _run(engine, prompts, min(4, max_new_tokens), temperature, seed)
         for _ in range(repeats):  # arms in turn, so that a slow minute hits all of them
             for name, engine in engines.items():
                 runs[name].append(_run(engine, prompts, max_new_tokens, temperature, seed))
                 done += 1
                 if progress:
-                    progress(done, len(batch_sizes) * repeats * len(arms))
+                    progress(done, len(batch_sizes) * repeats * len(engines))
         for name, found in runs.items():
             texts[name], cycles, accepted, _ = found[0]
             tokens = sum(map(len, texts[name]))
             seconds = statistics.median(run[3] for run in found)
+            if outputs is not None:
+                outputs[batch, name] = texts[name]
             emitted = sum(size * count for size, count in accepted.items())
             row = {
                 "batch": batch,
@@ -131,9 +159,13 @@ def measure(
         "temperature": temperature,
         "seed": seed,
         "repeats": repeats,
-        "num_drafts": {n: asked.get(n, d.default_drafts) for n, d in drafters.items()},
+        "num_drafts": {n: _told(asked.get(n, d.default_drafts)) for n, d in drafters.items()},
     }
     return {"run": environment(target) | settings, "rows": rows}
+
+
+def _told(drafts: int | str | TreeOptions):
+    return asdict(drafts) if isinstance(drafts, TreeOptions) else drafts
 
 
 def _identical(texts: list, wanted: list) -> float:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, generate
 from domino_draft.cycle import padded_rows
+from domino_draft.policy import Choice
 
 from .conftest import tiny_model
 from .test_decode import Oracle, assert_own_text, drafters, own_text
@@ -105,7 +106,7 @@ def test_captured_cycles_on_cuda(tiny_config, kind, family):
 def test_the_number_of_drafts_may_change_between_cycles(target, tiny_config, monkeypatch):
     """Off and on again: the text is the target's, and the drafter's context has no gap."""
     drafter, prompt = make_drafter("domino", tiny_config), [5, 17, 3]
-    turns = iter([0, 3, 0, 0, 1, 2] * 40)
+    turns = map(Choice.whole, [0, 3, 0, 0, 1, 2] * 40)
     monkeypatch.setattr("domino_draft.policy.DraftLength.choose", lambda *_: next(turns))
 
     def run(prompt, new):
@@ -123,6 +124,86 @@ def test_the_number_of_drafts_may_change_between_cycles(target, tiny_config, mon
         torch.testing.assert_close(
             held[:, :, 0, :, : len(whole)], wanted[:, :, 0, :, : len(whole)], rtol=1e-3, atol=1e-3
         )
+
+
+def check_partial(target, drafter, monkeypatch, mode, **settings):
+    """Two of three drafts, or one, on average: the text is the target's, laws do not matter."""
+    turns = iter([Choice(3, 3), Choice(3, 2), Choice.whole(2), Choice(3, 1)] * 80)
+    monkeypatch.setattr("domino_draft.policy.DraftLength.choose", lambda *_: next(turns))
+    requests = [(prompt, limit) for prompt, limit, _ in some_requests(8, seed=3)]
+    engine = Engine(target, drafter, max_batch=4, max_length=LENGTH, num_drafts="auto", **settings)
+    for request in requests:
+        engine.add(*request)
+    sampled = engine.add([7, 3], 20, temperature=0.8, seed=2)
+    texts, finish = {}, {}
+    collect(engine, texts, finish)
+    assert engine.mode == mode and len(texts[sampled]) == 20
+    wanted = [own_text(target.model, *request) for request in requests]
+    got = [texts[number] for number in range(8)]
+    assert_own_text(target, [prompt for prompt, _ in requests], got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["domino", "domino-plain"])
+def test_fewer_tokens_verified_than_drafted(target, tiny_config, kind, monkeypatch):
+    check_partial(target, make_drafter(kind, tiny_config), monkeypatch, "fused", fused=True)
+
+
+def check_vocabulary(target, drafter, kept, **settings):
+    """Text is the target's, whose tokens are in part outside; drafted is from the part alone."""
+    requests = [(prompt, 20) for prompt, _, _ in some_requests(6, seed=4)]
+    engine = Engine(target, drafter, max_batch=3, max_length=LENGTH, draft_vocab=kept, **settings)
+    cycle, drafted = engine._fused, set()
+    inner = cycle._chain
+
+    def chain(*args):
+        tokens, log_probs = inner(*args)
+        drafted.update(tokens.flatten().tolist())
+        return tokens, log_probs
+
+    if target.device.type == "cpu":
+        cycle._chain = chain
+    for request in requests:
+        engine.add(*request)
+    texts, finish = {}, {}
+    collect(engine, texts, finish)
+    wanted = [own_text(target.model, *request) for request in requests]
+    got = [texts[number] for number in range(6)]
+    assert_own_text(target, [prompt for prompt, _ in requests], got, wanted)
+    assert drafted <= set(kept)
+    return drafted
+
+
+@pytest.mark.parametrize("kind", ["domino", "domino-plain", "sliding"])
+def test_drafts_from_a_part_of_the_vocabulary(target, tiny_config, kind):
+    drafter = make_drafter(kind, tiny_config)
+    kept = [*range(3, 61, 4), 7, 9]
+    drafted = check_vocabulary(target, drafter, kept, fused=True)
+    assert len(drafted) > 3
+    every = Engine(
+        target, drafter, max_batch=2, max_length=LENGTH, fused=True, draft_vocab=range(61)
+    )
+    plain = Engine(target, drafter, max_batch=2, max_length=LENGTH, fused=True)
+    for engine in (every, plain):
+        engine.add([5, 17, 3], 20)
+    assert [c.accepted for c in every] == [c.accepted for c in plain]  # the same drafts
+
+
+def pair_on_cuda(tiny_config):
+    """In bfloat16, of sizes that the block form of the head takes."""
+    target = Target(tiny_model("Llama", hidden_size=64, head_dim=16).bfloat16().cuda())
+    torch.manual_seed(2)
+    config = tiny_config(hidden_size=64, gru_hidden_dim=32, emb_dim=16, dtype="bfloat16")
+    return target, DominoDrafter(config).bfloat16().cuda().eval()
+
+
+@pytest.mark.gpu
+def test_drafts_from_a_part_of_the_vocabulary_on_cuda(tiny_config):
+    check_vocabulary(*pair_on_cuda(tiny_config), [*range(3, 61, 4), 7, 9])
+
+
+@pytest.mark.gpu
+def test_fewer_tokens_verified_on_cuda(tiny_config, monkeypatch):
+    check_partial(*pair_on_cuda(tiny_config), monkeypatch, "captured")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,6 +323,10 @@ def test_settings_out_of_range(target, tiny_config):
     refused("Engine: prefill_tokens: got 0", prefill_tokens=0)
     refused("Engine: num_drafts: got 3 and no drafter", num_drafts=3)
     refused("check_target: vocab_size", DominoDrafter(tiny_config(vocab_size=64)))
+    refused("Engine: draft_vocab: got one, expected a drafter", draft_vocab=[3], fused=True)
+    drafter = DominoDrafter(tiny_config())
+    refused("draft_vocab: got 2 ids from 3 to 61", drafter, draft_vocab=[3, 61], fused=True)
+    refused("draft_vocab: got 0 ids, expected", drafter, draft_vocab=[], fused=True)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
@@ -301,11 +386,11 @@ def test_a_prompt_without_memory_fails_alone(target, monkeypatch):
         assert texts[number] == own_text(target.model, *requests[number])
 
 
-@pytest.mark.parametrize("at", ["forward", "context_kv", "run", "prefill"])
+@pytest.mark.parametrize("at", ["forward", "context_kv", "run", "prompts"])
 def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at):
     """Before the target's forward of a cycle or a prefill, and in the drafter's part after it; in
     a queued cycle and in a prefill of the fused layers."""
-    drafter, fused = make_drafter("domino", tiny_config), at in ("run", "prefill")
+    drafter, fused = make_drafter("domino", tiny_config), at in ("run", "prompts")
     engine = Engine(target, drafter, max_batch=2, max_length=LENGTH, fused=fused)
     owner = {"forward": target, "context_kv": drafter}.get(at, engine._fused)
     inner, calls, failures = getattr(owner, at), [0], 0
@@ -328,7 +413,7 @@ def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at
             failures += 1
             continue
         collect(chunks, texts, finish)
-    assert failures > (0 if at == "prefill" else 4)
+    assert failures > (0 if at == "prompts" else 4)
     monkeypatch.undo()
     for number, request in enumerate(requests):
         assert texts[number] == own_text(target.model, *request)
@@ -431,13 +516,15 @@ def test_fp8_draft_head_changes_drafts_only(tiny_config):
     engine.add([5, 17, 3], 20)
     assert [t for chunk in engine for t in chunk.tokens] == wanted
     for given, fused in ((None, True), (drafter, False)):
-        with pytest.raises(ValueError, match="fp8_draft_head: got True"):
+        with pytest.raises(ValueError, match="fp8_draft_head: got one"):
             Engine(target, given, max_batch=1, max_length=8, fused=fused, fp8_draft_head=True)
 
 
 def test_a_batch_that_runs_empty_borrows_the_larger_graph_for_a_while(target):
     cycle = Engine(target, max_batch=8, max_length=8, fused=True)._fused
-    cycle._graphs = dict.fromkeys([(8, 0, True), (6, 0, True), (8, 2, True), (3, 0, False)])
-    assert [cycle._size(3, [0], True) for _ in range(40)] == [6] * 32 + [3] * 8
-    assert cycle._size(7, [0], True) == 8 and cycle._size(5, [0], True) == 6
-    assert cycle._size(2, [0, 2], True) == 8 and cycle._size(4, [0], False) == 4
+    none, two = Choice.whole(0), Choice.whole(2)
+    there = [(8, none, True), (6, none, True), (8, two, True), (3, none, False)]
+    cycle._graphs = dict.fromkeys(there)
+    assert [cycle._size(3, [none], True) for _ in range(136)] == [6] * 128 + [3] * 8
+    assert cycle._size(7, [none], True) == 8 and cycle._size(5, [none], True) == 6
+    assert cycle._size(2, [none, two], True) == 8 and cycle._size(4, [none], False) == 4

@@ -80,14 +80,21 @@ def test_more_rows_and_positions_cost_in_proportion(tiny_config):
     assert longer.target_cache - one.target_cache == 100 * 2 * 4 * 2 * 8 * 4
 
 
+@pytest.mark.parametrize("part", [None, 30])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_what_the_fused_layers_keep(tiny_config, fp8):
+def test_what_the_fused_layers_keep(tiny_config, fp8, part):
     target = Target(tiny_model("Llama", vocab_size=64))
     drafter = DominoDrafter(tiny_config(vocab_size=64, mask_token_id=63))
     settings = dict(fused=True, fp8_draft_head=fp8)
-    cycle = Engine(target, drafter, max_batch=BATCH, max_length=LENGTH, **settings)._fused
+    vocab = None if part is None else range(part)
+    cycle = Engine(
+        target, drafter, max_batch=BATCH, max_length=LENGTH, draft_vocab=vocab, **settings
+    )._fused
     kept = [cycle.rope, cycle.draft_rope, cycle.drafter.context_kv, cycle.drafter.k_norms]
-    kept += [cycle.workspace.partial, cycle.workspace.counters]
+    kept += [cycle.workspace.partial, cycle.workspace.counters, cycle._late]
     kept += [cycle.draft_head.values, cycle.draft_head.scale] if fp8 else []
-    found = estimate_memory(target, drafter, BATCH, LENGTH, **settings)
+    if part is not None:
+        own = cycle.vocabulary
+        kept += [own.lm_head, own.weights.w2, own.weights.embedding]
+    found = estimate_memory(target, drafter, BATCH, LENGTH, draft_vocab=part, **settings)
     assert found.fused == sum(t.nbytes for t in kept)

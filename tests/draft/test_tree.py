@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from domino_draft import DominoDrafter, NgramDrafter, Target, TreeOptions, generate
+from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, TreeOptions, generate
 from domino_draft.tree import add_branch
 
 from domino_kernels.testing.losslessness import g_test
@@ -120,6 +120,66 @@ def test_match_is_the_text_without_drafts(pair):
         )
     ]
     assert texts[0] == texts[1] == texts[2]
+
+
+def from_engine(target, drafter, options, temperature, **settings):
+    """The same prompts through an engine of three rows whose cycle is the one that is captured."""
+    engine = Engine(target, drafter, max_batch=3, max_length=40, tree=options, **settings)
+    for row, prompt in enumerate(PROMPTS):
+        engine.add(prompt, 25, temperature=temperature, seed=3 + row, stop_token_ids=())
+    texts = [[] for _ in PROMPTS]
+    for chunk in engine:
+        assert chunk.error is None
+        texts[chunk.request] += chunk.tokens
+    return texts, engine.mode
+
+
+@pytest.mark.parametrize("rule", [None, *RULES])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3-sliding"])
+def test_cycles_of_trees_in_fused_layers(rule, family, tiny_config):
+    sliding = dict(use_sliding_window=True, sliding_window=6, max_window_layers=2)
+    name, _, form = family.partition("-")
+    target = Target(tiny_model(name, **(sliding if form else {})))
+    torch.manual_seed(1)
+    drafter = DominoDrafter(tiny_config()).eval()
+    temperature = 0.0 if rule is None else 0.9
+    expected = generate(
+        target, drafter, PROMPTS, max_new_tokens=25, stop_token_ids=(), tree=shape(rule),
+        temperature=temperature, seed=3,
+    ).sequences  # fmt: skip
+    assert from_engine(target, drafter, shape(rule), temperature, fused=True)[0] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [9, 40])
+@pytest.mark.parametrize("rule", [None, "match"])
+def test_captured_cycles_of_trees(rule, nodes, tiny_config):
+    """Greedy text is the target's; with "match" it is that of the seed, whatever is drafted."""
+    target = Target(tiny_model("Llama").cuda())
+    torch.manual_seed(1)
+    drafter = DominoDrafter(tiny_config()).eval().cuda()
+    temperature = 0.0 if rule is None else 0.9
+    options = TreeOptions(rule=rule, nodes=nodes, width=4, children=4, pool=20)
+    texts, mode = from_engine(target, drafter, options, temperature)
+    assert mode == "captured"
+    if rule is None:
+        expected = generate(target, None, PROMPTS, max_new_tokens=25, stop_token_ids=()).sequences
+    else:
+        other = TreeOptions(rule=rule, depth=1, nodes=2)
+        expected = from_engine(target, drafter, other, temperature)[0]
+    assert texts == expected
+
+
+def test_engine_refuses(pair):
+    target, drafter = pair
+    settings = dict(max_batch=1, max_length=20, fused=True)
+    with pytest.raises(ValueError, match="got one with num_drafts 2 and lookup 0"):
+        Engine(target, drafter, num_drafts=2, tree=shape(None), **settings)
+    with pytest.raises(ValueError, match="expected the fused layers"):
+        Engine(target, drafter, tree=shape(None), **(settings | {"fused": False}))
+    engine = Engine(target, drafter, tree=shape("greedy"), **settings)
+    with pytest.raises(ValueError, match="expected 0 with trees of rule 'greedy'"):
+        engine.add([1], 4, temperature=0.5)
 
 
 @pytest.mark.slow
