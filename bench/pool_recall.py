@@ -6,6 +6,7 @@ block's base logits holds that winner or does not:
 
 - slot: the slot's own top M;
 - block: the top M of the maximum over the corrected slots, one pool for all of them;
+- group: the best 16 of each of M / 16 groups of ids by that maximum: what `draft_chain` scores;
 - union: the ids in some slot's top M, one pool for all of them; its size is reported.
 
 *Recall* is the fraction of corrected slots whose winner is in the pool. A chain over the pool that
@@ -30,7 +31,7 @@ import domino_kernels
 from bench import report
 
 POOLS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-KINDS = ("slot", "block", "union")
+KINDS = ("slot", "block", "union", "group")
 MOMENTS = (
     "base_std",
     "delta_std",
@@ -50,10 +51,26 @@ def ranks(scores):
 
 
 def pool_ranks(base):
-    """Base logits [C, V] of the corrected slots -> [kind, C, V]: in the pool iff the rank < M."""
+    """Base logits [C, V] of the corrected slots -> [kind, C, V]: in the pool iff the rank < M.
+
+    Not for the last kind, whose pools of different M do not hold each other.
+    """
     slot = ranks(base)
     shared = ranks(base.amax(0)), slot.amin(0)
     return torch.stack((slot, *(s.expand_as(slot) for s in shared)))
+
+
+def group_pool(values, size):
+    """values [V] -> [V] bool: the pool of `size` ids that draft_chain takes (chain_pool.h)."""
+    groups = -(-size // 16)
+    ids = values.argsort(descending=True, stable=True)
+    of_id = ids // 16 % groups
+    by_group = of_id.argsort(stable=True)  # in each group the best first
+    ids, of_id = ids[by_group], of_id[by_group]
+    place = torch.arange(len(ids)) - torch.searchsorted(of_id, of_id)
+    return torch.zeros_like(ids, dtype=torch.bool).scatter_(
+        0, ids, (place < 16) & (16 * of_id + place < size)
+    )
 
 
 def corrections(hidden, anchor, tokens, weights):
@@ -104,14 +121,17 @@ class Recorder:
             raise ValueError("pool_recall: expected shifted labels and one row")
         in_slots = base[0, first : tokens.size(1)]
         winners = tokens[0, first:]
-        places = pool_ranks(in_slots)
-        at = places.gather(2, winners.expand(len(KINDS), -1)[..., None])[..., 0]
-        missed = at[:, None] >= self.pools[:, None]  # [kind, M, C]
+        places, maxima = pool_ranks(in_slots), in_slots.amax(0)
+        in_groups = torch.stack([group_pool(maxima, size) for size in self.pools.tolist()])
+        at = places.gather(2, winners.expand(len(places), -1)[..., None])[..., 0]
+        missed = at[:, None] >= self.pools[:, None]
+        missed = torch.cat((missed, ~in_groups[None, :, winners]))  # [kind, M, C]
         drafts = tokens[0].expand(*missed.shape[:2], -1).clone()
         # where nothing is missed, the pool's ids are the winners
         for kind, m in missed.any(-1).nonzero().tolist():
             within = base.clone()
-            within[0, first : tokens.size(1)][places[kind] >= self.pools[m]] = -torch.inf
+            inside = places[kind] < self.pools[m] if kind < len(places) else in_groups[m]
+            within[0, first : tokens.size(1)].masked_fill_(~inside, -torch.inf)
             drafts[kind, m] = self.draft_chain(within, hidden, anchor, weights, **options)[0]
         delta = corrections(hidden, anchor, tokens, weights)[first:]
         found = {

@@ -151,19 +151,15 @@ PYBIND11_MODULE(_C, m) {
   bind_op<Shortlist>(
       m, "shortlist", DOMINO_CUDA_LAUNCHER(shortlist_cuda), shortlist_cpu,
       field("ids", &Shortlist::ids), field("scores", &Shortlist::scores),
-      field("winners", &Shortlist::winners), field("tile_max", &Shortlist::tile_max),
       field("workspace", &Shortlist::workspace), field("base_logits", &Shortlist::base_logits),
       field("mask", &Shortlist::mask), field("bias", &Shortlist::bias),
       field("num_active", &Shortlist::num_active), field("batch", &Shortlist::batch),
-      field("slots", &Shortlist::slots), field("prefix", &Shortlist::prefix),
-      field("vocab", &Shortlist::vocab), field("vocab_valid", &Shortlist::vocab_valid),
-      field("pools", &Shortlist::pools), field("size", &Shortlist::size),
-      field("winners_stride", &Shortlist::winners_stride),
-      field("base_batch_stride", &Shortlist::base_batch_stride),
+      field("slots", &Shortlist::slots), field("vocab", &Shortlist::vocab),
+      field("vocab_valid", &Shortlist::vocab_valid), field("pools", &Shortlist::pools),
+      field("size", &Shortlist::size), field("base_batch_stride", &Shortlist::base_batch_stride),
       field("base_slot_stride", &Shortlist::base_slot_stride),
       field("mask_stride", &Shortlist::mask_stride), field("bias_stride", &Shortlist::bias_stride),
-      field("dtype", &Shortlist::dtype), field("portable", &Shortlist::portable),
-      field("overlap", &Shortlist::overlap));
+      field("dtype", &Shortlist::dtype), field("portable", &Shortlist::portable));
   m.def("shortlist_workspace", &shortlist_workspace, pybind11::kw_only(), pybind11::arg("batch"),
         pybind11::arg("pools"), pybind11::arg("vocab"));
 

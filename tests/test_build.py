@@ -83,7 +83,6 @@ SPILLS = {
     "draft_chain_block": 424,  # the general form of 16 warps; the usual ones have none
     "draft_chain_certify": 12,
     "draft_chain_finish": 208,
-    "draft_chain_pool": 16,
     "verify_chain": 12,  # the walk of the block rule
 }
 

@@ -6,7 +6,7 @@ import torch
 from test_draft_chain import DTYPES, EPSILON, arrays, make, name_of
 
 from domino_kernels import ChainPlan, DraftResult, draft_chain, draft_chain_out, verify_chain
-from domino_kernels.reference.head import Drawn, replay_chain, top_pool
+from domino_kernels.reference.head import Drawn, group_pool, replay_chain
 from domino_kernels.testing import to_numpy
 
 SIZES = dict(V=1000, H=72, G=48, R=32)  # the block form takes them
@@ -38,8 +38,8 @@ def on_pools(inputs, device):
 def pools_of(base, size, pool, drafts, first, prefix):
     window = base[:, first : first + drafts]
     if pool == "slot":
-        return top_pool(window, size)
-    return top_pool(window[:, prefix:].max(1, keepdims=True), size)
+        return group_pool(window, size)
+    return group_pool(window[:, prefix:].max(1, keepdims=True), size)
 
 
 def assert_replay(tokens, values, inputs, base, dtype, **options):
@@ -180,7 +180,7 @@ def test_drawn(shift_label, prefix, drafts, batch, pool, size, dtype, device, ge
     base, *rest = reference_arrays(inputs)
     first = 0 if shift_label else 1
     pools = pools_of(base, size, pool, drafts, first, 0)
-    ids = result.pool_ids.cpu().sort(-1).values.numpy()
+    ids = result.pool_ids.cpu().numpy()
     assert (ids == np.broadcast_to(pools, ids.shape)).all()
 
     drawn = Drawn(*(arguments[n].cpu().numpy() for n in ("temperature", "seed", "block_start")))
@@ -275,6 +275,65 @@ def test_dense_q(dtype, pool, device, generator):
             assert torch.equal(pooled.num_accepted, dense.num_accepted)
             walks |= set(dense.num_accepted.tolist())
     assert len(walks) > 2
+
+
+def pool_ids(base, weights, hidden, device, **options):
+    """The pools of the drafts, which a call that draws them returns."""
+    batch, slots, _ = base.shape
+    rows = torch.arange(batch, device=device)
+    result = draft_chain(
+        base.to(device),
+        hidden,
+        rows,
+        weights,
+        num_drafts=slots,
+        exact=False,
+        temperature=torch.ones(batch, device=device),
+        seed=rows,
+        block_start=rows,
+        **options,
+    )
+    return result.pool_ids.cpu().numpy()
+
+
+@pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocab", [1000, 5003])  # 16-byte loads, and rows that start anywhere
+@pytest.mark.parametrize("size", [1, 7, 16, 72, 96, 512])
+def test_pool_ids(size, vocab, base_dtype, device, generator):
+    """Ties, NaN, infinities; mask, bias and vocab_valid; pools of the block and of each slot."""
+    dtype = torch.float16 if base_dtype == torch.float32 else base_dtype
+    batch, slots, valid = 3, 2, vocab - 38
+    inputs = make(generator, dtype, device, B=batch, S=slots, V=vocab, H=72, G=48, R=32)
+    weights, hidden = inputs[3].with_table(), inputs[1]
+    base = (torch.randn(batch, slots, vocab, generator=generator) * 2).round() / 2
+    for start, value in enumerate((torch.nan, torch.inf, -torch.inf, -0.0)):
+        base[..., start::97] = value
+    base = base.to(base_dtype)
+    bias = torch.randn(batch, vocab, generator=generator).round().to(device)
+    words = torch.randint(-(2**31), 2**31, (batch, (vocab + 31) // 32), generator=generator).int()
+    allowed = (words.long()[..., None] >> torch.arange(32) & 1).flatten(1)[:, None, :vocab].bool()
+    edits = dict(bias=bias, mask=words.to(device), vocab_valid=valid)
+    for names in ([], ["mask"], ["vocab_valid"], list(edits)):
+        values = base.float() + (bias.cpu()[:, None] if "bias" in names else 0)
+        values = np.where(allowed, values, -np.inf) if "mask" in names else values.numpy()
+        values = values[..., :valid] if "vocab_valid" in names else values
+        options = dict(pool_size=size, **{name: edits[name] for name in names})
+        found = pool_ids(base, weights, hidden, device, **options)
+        maxima = np.fmax.reduce(values, axis=1, keepdims=True)
+        assert (found == group_pool(maxima, size)).all(), names
+        found = pool_ids(base, weights, hidden, device, pool="slot", **options)
+        assert (found == group_pool(values, size)).all(), names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, size", [(1, 2048), (3, 2048), (8, 2048), (33, 512), (64, 512)])
+def test_pool_ids_of_a_large_vocabulary(batch, size, generator):
+    """Blocks of 16 to 256 ids a period; the pools that the twin finds for some rows."""
+    base, hidden, _, weights = block_inputs(generator, torch.bfloat16, batch, dict(NARROW, V=40000))
+    found = pool_ids(base[:, :15], weights, hidden[:, :15], "cuda", pool_size=size)
+    rows = [0, batch // 2, batch - 1]
+    maxima = base[rows, :15].float().amax(1, keepdim=True).cpu().numpy()
+    assert (found[rows] == group_pool(maxima, size)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

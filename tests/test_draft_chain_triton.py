@@ -15,8 +15,8 @@ from bench.ops.head_inputs import planted_block
 from bench.peers.head import DRAFTS
 from domino_kernels import ChainPlan, DraftResult, draft_chain, draft_chain_out
 from domino_kernels.reference.head import draft_chain as reference_chain
+from domino_kernels.reference.head import group_pool
 from domino_kernels.testing import Guarded, to_numpy
-from domino_kernels.triton_kernels.draft_chain import GROUP_BEST
 
 ON = pytest.mark.parametrize(
     "dtype, device",
@@ -70,15 +70,11 @@ def assert_same(found, expected):
 
 
 def pool(base, size):
-    """[B, slots, V] -> [B, V] bool: the best of each group of ids by the maximum over slots."""
-    best, groups = base.float().amax(1), size // GROUP_BEST
-    inside = torch.zeros_like(best, dtype=torch.bool)
-    for row, values in enumerate(best):
-        for group in range(groups):
-            ids = torch.arange(group, values.numel(), groups, device=values.device)
-            order = values[ids].argsort(descending=True, stable=True)
-            inside[row, ids[order[:GROUP_BEST]]] = True
-    return inside
+    """[B, slots, V] -> [B, V] bool: what is in the pool of the block."""
+    best = base.float().amax(1).cpu()
+    ids = torch.from_numpy(group_pool(best.numpy(), size))
+    inside = torch.zeros_like(best, dtype=torch.bool).scatter_(1, ids, True)
+    return inside.to(base.device)
 
 
 @ON

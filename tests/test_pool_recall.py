@@ -8,6 +8,7 @@ import domino_kernels
 from bench import pool_recall
 from domino_kernels import HeadWeights
 from domino_kernels.reference.head import draft_chain as reference_draft_chain
+from domino_kernels.reference.head import group_pool
 from domino_kernels.testing import to_numpy
 
 OPTIONS = dict(num_drafts=4, shift_label=True, pure_draft_prefix_len=1)
@@ -19,6 +20,13 @@ def test_ranks_give_ties_to_the_lowest_id():
     assert slot == [[2, 0, 1, 3], [1, 3, 2, 0]]
     assert block == [[3, 1, 2, 0]] * 2  # of the maxima 2 3 3 4
     assert union == [[1, 0, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("size", [5, 16, 40, 64, 300])
+def test_group_pool_is_that_of_the_op(size, generator):
+    values = torch.randint(40, (300,), generator=generator).float()  # many ties
+    inside = pool_recall.group_pool(values, size).nonzero()[:, 0]
+    assert inside.tolist() == sorted(group_pool(values.numpy(), size).tolist())
 
 
 def planted(places, vocab=64, lift=100.0):
@@ -49,6 +57,7 @@ def test_planted_misses():
     # maxima over the slots: 10 leads with 64.5, then 0, 1, 2; 12 has 61.5, then 3, 4; 11 has 59.5
     assert missed["block"] == [[0, 1, 1], [0, 1, 1], [0, 1, 0]]
     assert missed["union"] == missed["slot"]
+    assert missed["group"] == missed["block"]  # one group
     # a slot's top M is {10, 0, ..}, {0, ..}, {0, ..}
     assert block["union"] == [2, 1 + 4 + 1, 1 + 5 + 1 + 1]
     drafts = block["drafts"][pool_recall.KINDS.index("slot")]
@@ -60,7 +69,7 @@ def test_planted_misses():
     block["pool_reach"] = [
         [pool_recall.reach(d, follows) for d in kind] for kind in block["drafts"]
     ]
-    whole = dict(block, reach=5, missed=[[[0] * 3] * 3] * 3, pool_reach=[[5] * 3] * 3)
+    whole = dict(block, reach=5, missed=[[[0] * 3] * 3] * 4, pool_reach=[[5] * 3] * 4)
     found = pool_recall.summary([block, whole], pools=(1, 4, 6))
     assert found["accepted_length"] == (3 + 5) / 2
     first = found["pools"][0]
@@ -124,7 +133,7 @@ def test_blocks_of_a_decoded_prompt(tiny_target_and_drafter):
     assert domino_kernels.draft_chain is before
     assert sum(b["reach"] for b in blocks[:-1]) < 12 <= sum(b["reach"] for b in blocks)
     for block in blocks:
-        assert [kind[1] for kind in block["pool_reach"]] == [block["reach"]] * 3
+        assert [kind[1] for kind in block["pool_reach"]] == [block["reach"]] * 4
     assert any(1 in block["missed"][0][0] for block in blocks)
     found = pool_recall.summary(blocks, pools=(2, vocab))
     text = pool_recall.table({"sets": {"all": found}})

@@ -146,7 +146,7 @@ def recall(size):
     """Of the full vocabulary's winners, on the shipped drafter's held-out blocks; None: unknown."""
     counts = Path(__file__).parent.parent / "results" / "pool-recall-smollm2.json"
     rows = json.loads(counts.read_text())["sets"]["all"]["pools"]
-    return next((r["recall"] for r in rows if (r["pool"], r["M"]) == ("block", size)), None)
+    return next((r["recall"] for r in rows if (r["pool"], r["M"]) == ("group", size)), None)
 
 
 def assert_winners(tokens, base, hidden, anchor, weights):

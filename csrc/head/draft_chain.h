@@ -23,7 +23,6 @@
 
 #include "common/dtype.h"
 #include "head/low_rank.h"
-#include "head/shortlist.h"
 
 namespace domino {
 
@@ -137,7 +136,8 @@ struct ChainControl {
   uint32_t mute;       // for tests: 1 + a block of draft_chain_block that stays silent; 0: none
   uint32_t certified;  // blocks that have finished the running draft_chain_certify launch
   uint32_t arrived;    // at the barriers of the running draft_chain_finish launch, all together
-  uint32_t unused[26];
+  uint32_t searched;   // blocks of the running draft_chain_pool launch that have found winners
+  uint32_t unused[25];
 };
 constexpr uint32_t kEpochStride = 32;
 
@@ -145,18 +145,21 @@ constexpr uint32_t kEpochStride = 32;
 constexpr int kGroupRows = 32;
 constexpr int kKeyBytes = 64 * 32 * 8;
 
+constexpr int kPoolTile = 128;    // ids of a tile of tile_max
+constexpr int kMaxKeyParts = 16;  // of a row of base logits whose winner is looked for
+
 struct ChainBlockParams : DraftChainParams {
   // the plan's memory, at the offsets of ChainBlockWorkspace
   ChainControl* control;
-  int32_t* first;      // [batch]: first draft that is not yet certified; drafts: row is done
-  uint64_t* keys;      // [batch, drafts]: argmax_key of y_{j+1}
-  int32_t* pool;       // [batch, pools, pool_size]: ids in ascending order; -1: none
-  float* from_hidden;  // [batch, corrected, rank]: W1h H
-  void* low_rank;      // [batch, corrected, rank]: u, rounded
-  void* states;        // [batch, drafts, units]: S_j, rounded
-  float* tile_max;     // [ceil(vocab / kPoolTile), batch, corrected]: max of adjusted base
-  void* shortlist;     // shortlist_workspace() bytes
-  void* exchange;      // words that the blocks pass to each other (chain_exchange.cuh)
+  int32_t* first;       // [batch]: first draft that is not yet certified; drafts: row is done
+  uint64_t* keys;       // [batch, drafts]: argmax_key of y_{j+1}
+  int32_t* pool;        // [batch, pools, pool_size]: ids, by groups (chain_pool.h)
+  float* from_hidden;   // [batch, corrected, rank]: W1h H
+  void* low_rank;       // [batch, corrected, rank]: u, rounded
+  void* states;         // [batch, drafts, units]: S_j, rounded
+  float* tile_max;      // [ceil(vocab / kPoolTile), batch, corrected]: max of adjusted base
+  uint64_t* key_parts;  // [batch, min(prefix, drafts), parts]: argmax keys of parts of the ids
+  void* exchange;       // words that the blocks pass to each other (chain_exchange.cuh)
 
   DOMINO_HD int64_t corrected() const { return drafts > prefix ? drafts - prefix : 0; }
 };
@@ -173,7 +176,7 @@ DOMINO_HD float adjusted_base(const DraftChainParams& p, const Base* row, int64_
 
 struct ChainBlockWorkspace {
   int64_t control, exchange;  // kept_bytes()
-  int64_t first, keys, pool, from_hidden, low_rank, states, tile_max, shortlist;
+  int64_t first, keys, pool, from_hidden, low_rank, states, tile_max, key_parts;
   int64_t bytes;
 
   explicit ChainBlockWorkspace(const ChainBlockParams& p) {
@@ -193,7 +196,7 @@ struct ChainBlockWorkspace {
     low_rank = take(rows * p.rank * 2);
     states = take(p.batch * p.drafts * p.units * 2);
     tile_max = take(rows * ((p.vocab + kPoolTile - 1) / kPoolTile) * 4);
-    shortlist = take(shortlist_workspace(p.batch, p.pools, p.vocab));
+    key_parts = take(p.batch * p.drafts * kMaxKeyParts * 8);
   }
 
   static int64_t padded(int64_t size) { return (size + 255) / 256 * 256; }
@@ -221,7 +224,7 @@ struct ChainBlockWorkspace {
     p.low_rank = at + low_rank;
     p.states = at + states;
     p.tile_max = reinterpret_cast<float*>(at + tile_max);
-    p.shortlist = at + shortlist;
+    p.key_parts = reinterpret_cast<uint64_t*>(at + key_parts);
   }
 };
 

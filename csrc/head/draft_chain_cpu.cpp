@@ -4,10 +4,10 @@
 #include "common/argmax_key.h"
 #include "common/dot_cpu.h"
 #include "common/rows_times.h"
+#include "head/chain_pool.h"
 #include "head/draft_chain.h"
 #include "head/draft_draw.h"
 #include "head/gru_cell.h"
-#include "head/shortlist.h"
 
 namespace domino {
 
@@ -40,10 +40,7 @@ class DraftChain {
 
   int run() {
     const bool pooled = p_.pool_size > 0 && !p_.exact;
-    if (pooled) {
-      const int status = find_pools();
-      if (status != kOk) return status;
-    }
+    if (pooled) find_pools();
     for (int64_t b = 0; b < p_.batch; ++b) token_[b] = p_.anchor[b];
     for (int64_t b = 0; b < active(); ++b)
       if (p_.restarts) p_.restarts[b] = 0;
@@ -82,27 +79,33 @@ class DraftChain {
             to_float(row[(unit / kUnits * 3 + gate) * kUnits + unit % kUnits]);
   }
 
-  int find_pools() {
+  void find_pools() {
     pool_.resize(p_.batch * p_.pools * p_.pool_size);
-    ShortlistParams list{};
-    list.ids = pool_.data();
-    list.base_logits = base_row(0, 0);
-    list.mask = p_.mask;
-    list.bias = p_.bias;
-    list.num_active = p_.num_active;
-    list.batch = p_.batch;
-    list.slots = p_.drafts;
-    list.prefix = p_.temperature || p_.prefix >= p_.drafts ? 0 : p_.prefix;
-    list.vocab = p_.vocab;
-    list.vocab_valid = p_.vocab_valid;
-    list.pools = p_.pools;
-    list.size = p_.pool_size;
-    list.base_batch_stride = p_.base_batch_stride;
-    list.base_slot_stride = p_.base_slot_stride;
-    list.mask_stride = p_.mask_stride;
-    list.bias_stride = p_.bias_stride;
-    list.dtype = p_.base_dtype;
-    return shortlist_cpu(list);
+    const int64_t first = p_.temperature || p_.prefix >= p_.drafts ? 0 : p_.prefix;
+    for (int64_t b = 0; b < active(); ++b) {
+      for (int64_t pool = 0; pool < p_.pools; ++pool) {
+        int32_t* ids = &pool_[(b * p_.pools + pool) * p_.pool_size];
+        p_.pools > 1 ? find_pool(b, pool, pool + 1, ids) : find_pool(b, first, p_.drafts, ids);
+      }
+    }
+  }
+
+  // The pool of the drafts [first, end).
+  void find_pool(int64_t b, int64_t first, int64_t end, int32_t* ids) const {
+    const PoolGroups groups(p_.pool_size);
+    std::vector<uint64_t> best(groups.groups * kGroupBest, 0);
+    for (int64_t v = 0; v < p_.vocab_valid; ++v) {
+      float most = -INFINITY;
+      for (int64_t j = first; j < end; ++j) {
+        const float here = adjusted_base(p_, base_row(b, j), b, v);
+        if (here > most) most = here;
+      }
+      uint64_t key = argmax_key(most, static_cast<uint32_t>(v));
+      uint64_t* of_group = &best[groups.group_of(v) * kGroupBest];
+      for (int i = 0; i < kGroupBest; ++i)
+        if (key > of_group[i]) std::swap(key, of_group[i]);
+    }
+    for (int64_t m = 0; m < p_.pool_size; ++m) ids[m] = key_id(best[m]);
   }
 
   // y_{j+1} of row b: the pool's argmax, or drawn from its law

@@ -1,65 +1,76 @@
+#include <algorithm>
+
 #include "head/draft_chain_pool.cuh"
 
 namespace domino {
 
 namespace {
 
-constexpr int64_t kFewColumns = 256;  // up to here latency decides, from here on L2's bandwidth
+constexpr int64_t kFillingBlocks = 96;  // of the pass
 
-template <class T, int kRowTiles, int kColumnTiles, int kWarps, int kAhead>
-void launch_hoist(const ChainBlockParams& p, cudaStream_t stream) {
-  const int64_t columns = p.batch * p.corrected();
-  const dim3 grid(ceil_div<int64_t>(p.rank, kRowTiles * kTileRows),
-                  ceil_div<int64_t>(columns, kColumnTiles * kTileColumns));
-  chain_hoist<T, kRowTiles, kColumnTiles, kWarps, kAhead>
-      <<<grid, kWarps * kWarpSize, 0, stream>>>(p);
+template <class T, class Base, bool kPacked>
+int launch(const ChainBlockParams& p, const PoolLaunch& shape, int64_t blocks,
+           cudaStream_t stream) {
+  if (blocks > INT32_MAX) return kBadArgument;
+  chain_pool<T, Base, kPacked>
+      <<<static_cast<unsigned>(blocks), kPoolThreads, 0, stream>>>(p, shape);
+  return launched();
+}
+
+template <class T, class Base>
+int launch(const ChainBlockParams& p, cudaStream_t stream) {
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
+  const int64_t period = PoolGroups(p.pool_size).period(), eights = period / kEight;
+  const int64_t rows = p.batch * p.pools, columns = p.batch * p.corrected();
+  PoolLaunch shape{};
+  shape.aligned = is_aligned(p.base_logits, 16) && p.base_batch_stride * sizeof(Base) % 16 == 0 &&
+                  p.base_slot_stride * sizeof(Base) % 16 == 0;
+
+  // A block's runs of ids as wide as leaves enough blocks to fill the chip.
+  const auto parts = [&] { return ceil_div(eights, int64_t{1} << shape.columns_log); };
+  shape.columns_log = 4;
+  while (shape.columns_log > 1 && rows * parts() < kFillingBlocks) --shape.columns_log;
+  shape.parts = parts();
+  shape.pass_blocks = rows * shape.parts;
+  shape.pass_tiles = p.exact && kEight << shape.columns_log >= kPoolTile && period % kPoolTile == 0;
+  if (p.exact && !shape.pass_tiles)
+    shape.tile_blocks =
+        ceil_div(p.batch * ceil_div<int64_t>(p.vocab, kEight * kWarpSize), int64_t{kPoolWarps});
+
+  // Small tiles where latency decides, larger ones that read less where L2 does.
+  shape.hoist_tile = columns <= 16 ? 0 : columns <= 256 ? 1 : 2;
+  const int64_t hoist_columns = shape.hoist_tile == 2 ? 32 : 16, hoist_rows = 8 << shape.hoist_tile;
+  shape.hoist_blocks = ceil_div(p.rank, hoist_rows) * ceil_div(columns, hoist_columns);
+
+  const int64_t drafts = p.temperature ? 0 : p.batch * p.prefix;  // whose winners are looked for
+  shape.winner_parts = drafts <= 2 ? kMaxKeyParts : 4;
+  shape.winner_blocks = drafts * shape.winner_parts;
+
+  const int64_t blocks =
+      int64_t{shape.pass_blocks} + shape.hoist_blocks + shape.winner_blocks + shape.tile_blocks;
+  shape.pass_first = blocks > 2 * device.processors;
+  if constexpr (sizeof(Base) == 2) {
+    // 16 bits count the ids of a group, and those of a thread that looks for a winner
+    if (!p.bias && ceil_div(p.vocab, period) * kGroupRun <= 1 << 16 &&
+        ceil_div<int64_t>(p.vocab, kPoolThreads * kEight) * kEight <= 1 << 16)
+      return launch<T, Base, true>(p, shape, blocks, stream);
+  }
+  return launch<T, Base, false>(p, shape, blocks, stream);
 }
 
 }  // namespace
 
 int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream) {
-  const int status = dispatch_dtype(p.dtype, [&](auto tag) {
+  return dispatch_dtype(p.dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (p.batch * p.corrected() == 0) return static_cast<int>(kOk);
     if constexpr (std::is_same_v<T, float>) {
       return static_cast<int>(kBadDtype);
     } else {
-      if (p.batch * p.corrected() <= kFewColumns) {
-        launch_hoist<T, 1, 2, 32, 4>(p, as_stream(stream));
-      } else {
-        launch_hoist<T, 2, 4, 8, 2>(p, as_stream(stream));
-      }
-      return launched();
+      return p.base_dtype == DType::kF32 ? launch<T, float>(p, as_stream(stream))
+                                         : launch<T, T>(p, as_stream(stream));
     }
   });
-  if (status != kOk) return status;
-  ShortlistParams list{};
-  list.ids = p.pool;
-  list.winners = p.keys;
-  list.tile_max = p.exact ? p.tile_max : nullptr;
-  list.workspace = p.shortlist;
-  list.base_logits = static_cast<const char*>(p.base_logits) +
-                     p.first_slot * p.base_slot_stride * (p.base_dtype == DType::kF32 ? 4 : 2);
-  list.mask = p.mask;
-  list.bias = p.bias;
-  list.num_active = p.num_active;
-  list.batch = p.batch;
-  list.slots = p.drafts;
-  // drawn drafts come from the pool in front of the prefix's end too
-  list.prefix = p.temperature ? 0 : p.prefix < p.drafts ? p.prefix : p.drafts;
-  list.vocab = p.vocab;
-  list.vocab_valid = p.vocab_valid;
-  list.pools = p.pools;
-  list.size = p.pool_size;
-  list.winners_stride = p.drafts;
-  list.base_batch_stride = p.base_batch_stride;
-  list.base_slot_stride = p.base_slot_stride;
-  list.mask_stride = p.mask_stride;
-  list.bias_stride = p.bias_stride;
-  list.dtype = p.base_dtype;
-  list.portable = p.portable;
-  list.overlap = true;
-  return shortlist_cuda(list, stream);
 }
 
 }  // namespace domino

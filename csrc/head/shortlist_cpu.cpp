@@ -21,16 +21,12 @@ class Shortlist {
     for (int64_t b = 0; b < active; ++b) {
       std::fill(most_.begin(), most_.end(), -INFINITY);
       for (int64_t slot = 0; slot < p_.slots; ++slot) {
-        if (slot < p_.prefix) {
-          if (p_.winners) p_.winners[b * p_.winners_stride + slot] = winner(b, slot);
-          continue;
-        }
         raise(b, slot);
         if (shared) continue;
         pick(b * p_.pools + slot);
         std::fill(most_.begin(), most_.end(), -INFINITY);
       }
-      if (shared && p_.slots > p_.prefix) pick(b);
+      if (shared) pick(b);
     }
     return kOk;
   }
@@ -44,23 +40,10 @@ class Shortlist {
     return p_.bias ? base + p_.bias[b * p_.bias_stride + v] : base;
   }
 
-  uint64_t winner(int64_t b, int64_t slot) const {
-    uint64_t best = 0;
-    for (int64_t v = 0; v < p_.vocab; ++v) best = std::max(best, argmax_key(value(b, slot, v), v));
-    return best;
-  }
-
   void raise(int64_t b, int64_t slot) {
-    for (int64_t first = 0; first < p_.vocab; first += kPoolTile) {
-      float of_tile = -INFINITY;
-      for (int64_t v = first; v < std::min(first + kPoolTile, p_.vocab); ++v) {
-        const float here = value(b, slot, v);
-        if (here > most_[v]) most_[v] = here;
-        if (here > of_tile) of_tile = here;
-      }
-      if (p_.tile_max)
-        p_.tile_max[(first / kPoolTile * p_.batch + b) * (p_.slots - p_.prefix) + slot -
-                    p_.prefix] = of_tile;
+    for (int64_t v = 0; v < p_.vocab; ++v) {
+      const float here = value(b, slot, v);
+      if (here > most_[v]) most_[v] = here;
     }
   }
 
@@ -82,11 +65,8 @@ class Shortlist {
 }  // namespace
 
 int64_t shortlist_workspace(int64_t batch, int64_t pools, int64_t vocab) {
-  const int64_t padded = (vocab + kPoolTile - 1) / kPoolTile * kPoolTile;
-  // keys, and the winners that 2048 ids at a time have in up to 16 slots (shortlist.cuh)
-  const int64_t winners =
-      batch * 16 * ((vocab + 2047) / 2048) * static_cast<int64_t>(sizeof(uint64_t));
-  return batch * pools * padded * static_cast<int64_t>(sizeof(uint32_t)) + winners;
+  const int64_t padded = (vocab + kKeyTile - 1) / kKeyTile * kKeyTile;
+  return batch * pools * padded * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 int shortlist_cpu(const ShortlistParams& p) {

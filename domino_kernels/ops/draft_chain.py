@@ -256,11 +256,13 @@ def draft_chain(
     its place for its cousins.
 
     exact: each id is the argmax of its score over the whole vocabulary given the ids before it,
-    ties to the lowest. Not exact: over a pool of ids, those of the largest base logits, which
-    contains the argmax of most slots (`python -m bench recall`); what is drafted changes how
-    much a verifier accepts, never what it emits. With temperature each id is drawn from its pool:
-    from softmax(score / temperature) on it, by the noise of (seed, block_start, draft j,
-    rng.DRAFT_TOKEN) and the id.
+    ties to the lowest. Not exact: over a pool of M ids with large base logits, which contains the
+    argmax of most slots (`python -m bench recall`); what is drafted changes how much a verifier
+    accepts, never what it emits. The pool has the best 16 of each of G = ceil(M / 16) groups of
+    ids, of the last one what is left to M; id v < vocab_valid is in group v // 16 % G. NaN counts
+    as -inf there, and of equal logits the lowest id comes first. With temperature each id is drawn
+    from its pool: from softmax(score / temperature) on it, by the noise of (seed, block_start,
+    draft j, rng.DRAFT_TOKEN) and the id.
 
     Sums are fp32. The state and SiLU(..) are rounded to the dtype of the weights, and so is the
     GRU's input product where `weights` has a table; nothing else between the inputs and the argmax.
@@ -286,8 +288,8 @@ def draft_chain(
         exact: see above. Not with temperature.
         portable: on a GPU, use nothing above sm_80 (slower on sm_90 and later).
         pool_size: M, ids of a pool; None: 2048 for up to 8 rows, 512 for more, V at most.
-        pool: "block", one pool a row, of the largest maxima over its corrected slots, or "slot",
-            one for each draft.
+        pool: "block", one pool a row, by the maxima of its corrected slots (of all where drafts are
+            drawn), or "slot", one for each draft.
         temperature: [B] float32 on the device, 0 = greedy in that row; with it seed and
             block_start, [B] int64: the request's seed, and the absolute position of the anchor.
         num_active: [1] int32 on the device: rows from it on are padding, and left as they are.
@@ -295,8 +297,9 @@ def draft_chain(
         mask: [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 set where id v is allowed.
         bias: [B, V] float32, added to the base logits of every slot.
         plan: ChainPlan; None: one for this call.
-        backend: of that one. "triton", on any GPU that Triton knows: Domino heads, greedy, block
-            pools that are chosen by groups of ids, without mask, bias, vocab_valid and num_active.
+        backend: of that one. "triton", on any GPU that Triton knows: Domino heads, greedy, pools
+            of the block (with a group for every 2048 ids at least), without mask, bias, vocab_valid
+            and num_active.
         return_scores: also return the score of each id.
         return_details: return a DraftResult; so does a call with temperature.
         return_dense_q: with temperature: also its dense_logits, 4 B K V bytes.
@@ -558,8 +561,7 @@ def _workspace_bytes(batch, drafts, pool_size, pools, weights, backend="cuda"):
     vocab, units, rank = weights.vocab_size, weights.state_size, weights.rank
     rows, tiles = batch * drafts, _up(vocab, 128) // 128
     block = (batch * 4, rows * 8, batch * pools * pool_size * 4, rows * rank * 4, rows * rank * 2)
-    block += (rows * units * 2, rows * tiles * 4)
-    block += (batch * pools * tiles * 128 * 4 + batch * 16 * (_up(vocab, 2048) // 2048) * 8,)
+    block += (rows * units * 2, rows * tiles * 4, rows * 16 * 8)
     tile, wide, low = _up(batch, 32), _up(units, 32), _up(rank, 32)
     plain = (rows * 8, rows * rank * 4, tile * wide * 4, tile * wide * 4, tile * low * 4)
     largest = max(sum(_up(part, 256) for part in parts) for parts in (block, plain))

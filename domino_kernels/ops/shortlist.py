@@ -16,8 +16,6 @@ def _launch_shortlist(
     status = _C.shortlist(
         ids=ids.data_ptr(),
         scores=0 if scores is None else scores.data_ptr(),
-        winners=0,
-        tile_max=0,
         workspace=workspace.data_ptr(),
         base_logits=base_logits.data_ptr(),
         mask=0 if mask is None else mask.data_ptr(),
@@ -25,19 +23,16 @@ def _launch_shortlist(
         num_active=0 if num_active is None else num_active.data_ptr(),
         batch=batch,
         slots=slots,
-        prefix=0,
         vocab=vocab,
         vocab_valid=vocab_valid,
         pools=pools,
         size=size,
-        winners_stride=0,
         base_batch_stride=base_batch_stride,
         base_slot_stride=base_slot_stride,
         mask_stride=0 if mask is None else mask.stride(0),
         bias_stride=0 if bias is None else bias.stride(0),
         dtype=DTYPES[base_logits.dtype],
         portable=portable,
-        overlap=False,
         **target(ids),
     )
     check_status("shortlist", status)

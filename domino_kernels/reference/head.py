@@ -71,10 +71,21 @@ class Replay(NamedTuple):
     regret: np.ndarray
 
 
-def top_pool(base: np.ndarray, size: int) -> np.ndarray:
-    """Ids of the `size` largest of `base [.., V]`, ties to the lowest id, in ascending order."""
-    order = np.argsort(-np.where(np.isnan(base), -np.inf, base), axis=-1, kind="stable")
-    return np.sort(order[..., :size], axis=-1)
+def group_pool(base: np.ndarray, size: int) -> np.ndarray:
+    """The pool of `size` ids of `base [.., V]`, as csrc/head/chain_pool.h defines it: [.., size].
+
+    The best 16 of each of ceil(size / 16) groups, to which runs of 16 ids go in turn; largest
+    first, ties to the lowest id, NaN as -inf.
+    """
+    groups = -(-size // 16)
+    periods = -(-base.shape[-1] // (16 * groups))
+    ids = np.arange(periods * groups * 16).reshape(periods, groups, 16)
+    ids = ids.swapaxes(0, 1).reshape(groups, -1)  # of each group
+    values = np.full((*base.shape[:-1], ids.size), -np.inf)
+    values[..., : base.shape[-1]] = np.where(np.isnan(base), -np.inf, base)
+    order = np.argsort(-values[..., ids], axis=-1, kind="stable")[..., :16]
+    best = np.take_along_axis(np.broadcast_to(ids, (*base.shape[:-1], *ids.shape)), order, -1)
+    return best.reshape(*base.shape[:-1], -1)[..., :size]
 
 
 class Drawn(NamedTuple):

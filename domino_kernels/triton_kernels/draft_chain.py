@@ -25,7 +25,7 @@ from triton.language.extra import cuda as tlx
 
 COLUMNS = 16  # batch rows, or (slot, row) pairs, of a tile: the least that tl.dot takes
 SPLIT_K = 4  # parts of the input products, summed by whoever reads them
-GROUP_BEST = 4  # ids that a group of the vocabulary sends to the pool
+GROUP_BEST = 16  # ids that a group of the vocabulary sends to the pool
 BLOCK_N, PRODUCT_K = 64, 256
 POOL_BLOCK = 32
 GROUP_LIMIT = 2048  # ids of a group: what a tile holds
@@ -201,30 +201,37 @@ def product_kernel(
 
 @_kernel
 def shortlist_kernel(
-    pool_ptr, base_ptr, base_stride, base_stride_slot, groups, members, slots, vocab,
+    pool_ptr, base_ptr, base_stride, base_stride_slot, groups, periods, slots, vocab,
     BEST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """The BEST ids of each group {g, g + groups, ...} by the maximum of base over the slots."""
+    """The BEST ids of each group by the maximum of base over the slots (csrc/head/chain_pool.h).
+
+    Runs of BEST ids go to the groups in turn: BLOCK_G groups are BEST * BLOCK_G columns, and a row
+    of the tile is a period.
+    """
     row = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    first = tl.program_id(0) * BLOCK_G
     i = tl.arange(0, BLOCK_I)
-    v = i[:, None] * groups + g[None, :]
-    mask = (v < vocab) & (i < members)[:, None] & (g < groups)[None, :]
+    column = first * BEST + tl.arange(0, BEST * BLOCK_G)
+    v = i[:, None] * (BEST * groups) + column[None, :]
+    mask = (v < vocab) & (i < periods)[:, None] & (column < BEST * groups)[None, :]
     base = base_ptr + row * base_stride
-    best = tl.full([BLOCK_I, BLOCK_G], float("-inf"), tl.float32)
+    best = tl.full([BLOCK_I, BEST * BLOCK_G], float("-inf"), tl.float32)
     for slot in range(slots):
         value = tl.load(
             base + tl.cast(slot, tl.int64) * base_stride_slot + v, mask=mask, other=float("-inf")
         )
         best = tl.maximum(best, value.to(tl.float32))
     key = tl.where(mask, _key(best, v), NO_KEY)
-    out = pool_ptr + row * groups * BEST + g
-    for place in tl.static_range(BEST):
-        top = tl.max(key, 0)
-        key = tl.where(key == top[None, :], NO_KEY, key)
+    g = first + tl.arange(0, BLOCK_G)
+    out = pool_ptr + (row * groups + g) * BEST
+    for place in range(BEST):
+        top = tl.max(tl.reshape(tl.max(key, 0), [BLOCK_G, BEST]), 1)
+        tops = tl.reshape(tl.broadcast_to(top[:, None], [BLOCK_G, BEST]), [BEST * BLOCK_G])
+        key = tl.where(key == tops[None, :], NO_KEY, key)
         # a group of fewer ids repeats an id
         chosen = tl.where(top == NO_KEY, tl.minimum(g, vocab - 1), _key_id(top).to(tl.int32))
-        tl.store(out + place * groups, chosen, mask=g < groups)
+        tl.store(out + place, chosen, mask=g < groups)
 
 
 @_kernel
@@ -352,7 +359,9 @@ class Workspace:
         self.low_rank = self._take(dtype, corrected, batch, rank)
         self.from_hidden = self._take(torch.float32, SPLIT_K, corrected, batch, rank)
         self.inputs = self._take(torch.float32, SPLIT_K, batch, 3 * units)
-        groups = max(pool_size // GROUP_BEST, triton.cdiv(weights.vocab_size, GROUP_LIMIT))
+        groups = max(
+            triton.cdiv(pool_size, GROUP_BEST), triton.cdiv(weights.vocab_size, GROUP_LIMIT)
+        )
         self.pool = self._take(torch.int32, batch, groups * GROUP_BEST)
 
     def _take(self, dtype, *shape):
@@ -457,11 +466,11 @@ class _Chain:
     def shortlist(self):
         base, pool = self.base[:, self.first_slot + self.prefix :], self.memory.pool
         groups = pool.size(1) // GROUP_BEST
-        members = triton.cdiv(self.weights.vocab_size, groups)
-        shortlist_kernel[triton.cdiv(groups, 16), self.batch](
+        periods = triton.cdiv(self.weights.vocab_size, GROUP_BEST * groups)
+        shortlist_kernel[triton.cdiv(groups, 4), self.batch](
             pool, base, base.stride(0), base.stride(1),
-            groups, members, self.corrected, self.weights.vocab_size,
-            BEST=GROUP_BEST, BLOCK_G=16, BLOCK_I=triton.next_power_of_2(members), num_warps=8,
+            groups, periods, self.corrected, self.weights.vocab_size,
+            BEST=GROUP_BEST, BLOCK_G=4, BLOCK_I=triton.next_power_of_2(periods), num_warps=8,
         )  # fmt: skip
 
     def score_pool(self, draft, keys):
