@@ -435,10 +435,10 @@ def _row(index, starts_ptr, tokens, rows, RAGGED: tl.constexpr):
     return row, token
 
 
-@triton.jit(do_not_specialize=["max_length", "tokens", "rows"])
+@triton.jit(do_not_specialize=["max_length", "tokens", "rows", "angles"])
 def rotate_store_kernel(
     qkv_ptr, cache_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, starts_ptr, places_ptr,
-    eps, max_length, cache_layer, cache_value, cache_row, cache_head, tokens, rows,
+    eps, max_length, cache_layer, cache_value, cache_row, cache_head, tokens, rows, angles,
     NORM: tl.constexpr, RAGGED: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -455,6 +455,7 @@ def rotate_store_kernel(
     layer = tl.program_id(1)
     row, token = _row(index, starts_ptr, tokens, rows, RAGGED)
     length = tl.load(lengths_ptr + row) + token
+    turn = tl.minimum(length, angles - 1)  # of a token past the end, which is not stored
     place = row
     if PLACED:
         place = tl.load(places_ptr + row)
@@ -468,7 +469,7 @@ def rotate_store_kernel(
         q_in = q_head < HEADS
         q_at = base + q_head * DIM
         q1, q2 = _half_heads(
-            q_at, q_norm_ptr, rope_ptr, length + q_head * 0, q_in, eps, NORM, HALF, BLOCK_H
+            q_at, q_norm_ptr, rope_ptr, turn + q_head * 0, q_in, eps, NORM, HALF, BLOCK_H
         )
         q_keep = q_in[:, None] & h_in
         tl.store(q_at[:, None] + h[None, :], q1.to(dtype), mask=q_keep)
@@ -478,7 +479,7 @@ def rotate_store_kernel(
     head_in = head < KV_HEADS
     k_at = base + (HEADS + head) * DIM
     k1, k2 = _half_heads(
-        k_at, k_norm_ptr + layer * DIM, rope_ptr, position, head_in, eps, NORM, HALF, BLOCK_H
+        k_at, k_norm_ptr + layer * DIM, rope_ptr, turn + head * 0, head_in, eps, NORM, HALF, BLOCK_H
     )
     if HEADS > 0:
         k_keep = head_in[:, None] & h_in

@@ -3,7 +3,8 @@
 Draft (block embedding, backbone, LM head, `draft_chain`), verify (target forward, `verify_chain`),
 commit (drafter context, anchors, lengths, a line of tokens for the host). It reads nothing back:
 rows that are done go on, inside their cache, until the host has seen it. One graph a padded number
-of rows, number of drafts and rule; all share a memory pool.
+of rows, number of drafts and of verified tokens, and rule; prompts have graphs of their own; all
+share a memory pool.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ class Cycle:
         """
         self.catch_up()
         count, longest = len(prompts), max(map(len, prompts))
-        size = 1 << (count - 1).bit_length(), max(16, 1 << (longest - 1).bit_length())
+        tokens = min(max(16, 1 << (longest - 1).bit_length()), self.cache.max_length)
+        size = 1 << (count - 1).bit_length(), tokens
         if size[0] * size[1] > _SHORT:
             size = count, longest
         ids = torch.zeros(size[0], size[1] + 2, dtype=torch.int64)

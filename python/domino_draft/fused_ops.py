@@ -493,7 +493,7 @@ def rotate_store(
         qkv, cache, lengths, rope, q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv, rows.tensors(lengths)[0],
         places if places is not None else lengths, eps, room, *cache.stride()[:4], rows.tokens,
-        batch,
+        batch, rope.shape[0],
         NORM=k_norm is not None, RAGGED=rows.ragged(batch), PLACED=places is not None,
         LAYERS=layers, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
         BLOCK_Q=_pow2(heads), BLOCK_R=_pow2(kv_heads), BLOCK_H=_pow2(dim // 2),
