@@ -173,6 +173,32 @@ def check_vocabulary(target, drafter, kept, **settings):
     return drafted
 
 
+def check_short_room(target, drafter, **settings):
+    """Prompts that are padded to more than the cache holds; sizes that come back."""
+    engine = Engine(target, drafter, max_batch=2, max_length=22, **settings)
+    requests = [([5, 17, 3] * 6, 4), ([40, 2] * 9, 4), ([9], 21), ([8] * 18, 4)]
+    for request in requests:
+        engine.add(*request)
+        list(engine)
+    for request in requests:
+        engine.add(*request)
+    texts, finish = {}, {}
+    collect(engine, texts, finish)
+    wanted = [own_text(target.model, *request) for request in requests]
+    got = [texts[number] for number in sorted(texts)]
+    assert_own_text(target, [prompt for prompt, _ in requests], got, wanted)
+
+
+def test_prompts_that_fill_the_cache(target, tiny_config):
+    check_short_room(target, make_drafter("domino", tiny_config), fused=True)
+
+
+@pytest.mark.gpu
+def test_prompts_that_fill_the_cache_on_cuda(tiny_config):
+    target = Target(tiny_model("Qwen3").cuda())
+    check_short_room(target, make_drafter("domino", tiny_config, "cuda"))
+
+
 @pytest.mark.parametrize("kind", ["domino", "domino-plain", "sliding"])
 def test_drafts_from_a_part_of_the_vocabulary(target, tiny_config, kind):
     drafter = make_drafter(kind, tiny_config)
