@@ -216,9 +216,9 @@ def test_drafts_from_a_part_of_the_vocabulary(target, tiny_config, kind):
 
 def pair_on_cuda(tiny_config):
     """In bfloat16, of sizes that the block form of the head takes."""
-    target = Target(tiny_model("Llama", hidden_size=64, head_dim=16).bfloat16().cuda())
+    target = Target(tiny_model("Llama").bfloat16().cuda())
     torch.manual_seed(2)
-    config = tiny_config(hidden_size=64, gru_hidden_dim=32, emb_dim=16, dtype="bfloat16")
+    config = tiny_config(gru_hidden_dim=32, emb_dim=16, dtype="bfloat16")
     return target, DominoDrafter(config).bfloat16().cuda().eval()
 
 
