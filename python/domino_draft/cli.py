@@ -294,8 +294,9 @@ def bench(
     model = load_target(target, *_machine(device, dtype, threads))
     ids = throughput.load_prompts(prompts, model.tokenizer, chat, limit)
     tools, asked = _load_drafters(drafters or ("shipped",), model, num_drafts)
-    if not all(isinstance(drafts, int | str) for drafts in asked.values()):
-        raise click.UsageError("--drafter: got a tree, expected @K: trees are for evaluate")
+    trees = not all(isinstance(drafts, int | str) for drafts in asked.values())
+    if trees and model.device.type != "cuda":
+        raise click.UsageError("--drafter: got a tree, expected @K: trees need a GPU, or evaluate")
     with Progress(disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("runs", total=None)
         report = throughput.measure(

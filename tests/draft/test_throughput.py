@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from domino_draft import NgramDrafter, Target, generate, throughput
+from domino_draft import DominoDrafter, NgramDrafter, Target, TreeOptions, generate, throughput
 from domino_draft.smollm2 import chat_prompt
 
 from .conftest import tiny_model
@@ -87,6 +87,30 @@ def test_command(folders, tmp_path):
     assert "| 2 | ngram@3 | 10 |" in table[8] and table[8].endswith("| 100.0% |")
     drawn = (tmp_path / "out.svg").read_text()
     assert drawn.startswith("<?xml") and drawn.count("line2d") > 8
+
+
+def test_trees_need_the_fused_layers(folders, tmp_path):
+    target, drafter = folders
+    (tmp_path / "p.jsonl").write_text('{"text": "one"}\n')
+    done = invoke(
+        "bench", tmp_path / "p.jsonl", "--target", target, "--drafter", f"{drafter}@tree8",
+        "--device", "cpu",
+    )  # fmt: skip
+    assert done.exit_code == 2 and "got a tree, expected @K: trees need a GPU" in done.stderr
+
+
+@pytest.mark.gpu
+def test_figures_of_trees(tiny_config):
+    target = Target(tiny_model("Llama").cuda())
+    drafter = DominoDrafter(tiny_config()).cuda().eval()
+    tree = TreeOptions(nodes=9, width=2, children=3, pool=20)
+    report = throughput.measure(
+        target, {"tree": drafter}, PROMPTS, batch_sizes=(2,), max_new_tokens=12,
+        num_drafts={"tree": tree},
+    )  # fmt: skip
+    alone, drafted = report["rows"]
+    assert alone["tokens"] == drafted["tokens"] == 48 and drafted["identical"] == 1.0
+    assert report["run"]["num_drafts"]["tree"]["nodes"] == 9
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_first(folders, tmp_path, monkeypatch):
