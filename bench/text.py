@@ -93,6 +93,16 @@ def main():
         if options.json:  # as far as it has come
             Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
 
+    def first_tokens():
+        for name, prompts in sets.items():
+            few = prompts[:8]
+            run["sets"][name]["first_token_ms"] = {
+                "stock": first_token_ms(target, None, few, fused=False),
+                "target alone": first_token_ms(target, None, few),
+                "drafter": first_token_ms(target, drafter, few),
+            }
+            told(name, run["sets"][name]["first_token_ms"])
+
     outputs = {name: {} for name in sets}
     for batch in options.batch:
         for name, prompts in sets.items():
@@ -104,14 +114,8 @@ def main():
             held = run["sets"].setdefault(name, one | {"rows": []})
             held["rows"] += one["rows"]
             told(name, markdown(one))
-    for name, prompts in sets.items():
-        few = prompts[:8]
-        run["sets"][name]["first_token_ms"] = {
-            "stock": first_token_ms(target, None, few, fused=False),
-            "target alone": first_token_ms(target, None, few),
-            "drafter": first_token_ms(target, drafter, few),
-        }
-        told(name, run["sets"][name]["first_token_ms"])
+        if batch == options.batch[0]:
+            first_tokens()
     for name, prompts in sets.items():
         for row in run["sets"][name]["rows"]:
             texts = outputs[name][row["batch"], row["drafter"]]
