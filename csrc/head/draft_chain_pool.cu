@@ -44,7 +44,7 @@ int launch(const ChainBlockParams& p, cudaStream_t stream) {
   shape.hoist_blocks = ceil_div(p.rank, hoist_rows) * ceil_div(columns, hoist_columns);
 
   const int64_t drafts = p.temperature ? 0 : p.batch * p.prefix;  // whose winners are looked for
-  shape.winner_parts = drafts <= 2 ? kMaxKeyParts : 4;
+  shape.winner_parts = drafts <= 16 ? kMaxKeyParts : 4;
   shape.winner_blocks = drafts * shape.winner_parts;
 
   const int64_t blocks =
