@@ -83,6 +83,7 @@ SPILLS = {
     "draft_chain_block": 424,  # the general form of 16 warps; the usual ones have none
     "draft_chain_certify": 12,
     "draft_chain_finish": 208,
+    "draft_chain_team": 12,  # the general form
     "verify_chain": 12,  # the walk of the block rule
 }
 

@@ -62,4 +62,63 @@ __device__ __forceinline__ T load_shared_of(const T* pointer, unsigned rank) {
 #endif
 }
 
+// Where `pointer` of block `rank` of the cluster is, in the window of the cluster's shared memory.
+__device__ __forceinline__ uint32_t shared_address_of(const void* pointer, unsigned rank) {
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
+#endif
+  return address;
+}
+
+// To such an address; barrier `barrier` of the same block counts the bytes (mbarrier).
+__device__ __forceinline__ void send_shared(uint32_t at, uint64_t word, uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(at),
+      "l"(word), "r"(barrier)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void send_shared(uint32_t at, uint64_t first, uint64_t second,
+                                            uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::
+          "r"(at),
+      "l"(first), "l"(second), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// Barriers in shared memory whose phases end when one thread has said how many bytes come, and they
+// have come. Made by one thread, before cluster_sync().
+__device__ __forceinline__ void make_barrier(uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Whether the barrier's phase of this parity has ended: all bytes can be read.
+__device__ __forceinline__ bool phase_ended(uint32_t barrier, uint32_t parity) {
+  uint32_t ended = 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return ended != 0;
+}
+
 }  // namespace domino

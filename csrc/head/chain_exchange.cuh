@@ -113,6 +113,16 @@ __device__ __forceinline__ ulonglong2 look_twice(const void* at) {
   return words;
 }
 
+// Two words side by side, where `wanted` is not 0; otherwise they stay.
+__device__ __forceinline__ void look_twice_if(uint64_t (&words)[2], const void* at,
+                                              uint32_t wanted) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];}"
+      : "+l"(words[0]), "+l"(words[1])
+      : "l"(at), "r"(wanted)
+      : "memory");
+}
+
 constexpr uint64_t kStateTagBits = 0x4000400040004000ull;
 
 __device__ __forceinline__ uint64_t state_tag(int j) {

@@ -68,22 +68,23 @@ __device__ __forceinline__ T gru_unit(float x_r, float x_z, float x_n, float s_r
   return next;
 }
 
-// The sum over the parts of k, kStride apart (1: at 16 bytes).
+// The sum of kCount values, kStride apart, neighbours first: the order in which the parts of k are
+// added. A warp that has two neighbours may add them itself.
+template <int kCount, int kStride>
+__device__ __forceinline__ float sum_of(const float* at) {
+  if constexpr (kCount == 1) {
+    return *at;
+  } else if constexpr (kCount == 4 && kStride == 1) {
+    const float4 four = *reinterpret_cast<const float4*>(at);
+    return (four.x + four.y) + (four.z + four.w);
+  } else {
+    return sum_of<kCount / 2, kStride>(at) + sum_of<kCount / 2, kStride>(at + kCount / 2 * kStride);
+  }
+}
+
 template <int kStride>
 __device__ __forceinline__ float sum_of_parts(const float* part) {
-  float sum[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float4 four;
-    if constexpr (kStride == 1) {
-      four = reinterpret_cast<const float4*>(part)[i];
-    } else {
-      const float* at = part + 4 * i * kStride;
-      four = {at[0], at[kStride], at[2 * kStride], at[3 * kStride]};
-    }
-    sum[i] = (four.x + four.y) + (four.z + four.w);
-  }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  return sum_of<kStateParts, kStride>(part);
 }
 
 constexpr int kAnyType = -1;
@@ -165,6 +166,37 @@ __device__ __forceinline__ void score_tile(float (&sums)[4][4], const char* low,
     for (int q = 0; q < 4; ++q)
       mma_16x8x16<T>(sums[q], a[q].x, b[q].x, a[q].y, b[q].y, x[q].x, x[q].y);
   }
+}
+
+// The four chains of kTiles tiles of 16 ids, `steps` times 16 elements (kRank / 16 where that is
+// known): rows(tile, step) is the fragment of W2, column(step) that of u.
+template <class T, int kRank, int kTiles, class Rows, class Column>
+__device__ __forceinline__ void score_tiles(float (&sums)[kTiles][4][4], int steps, Rows rows,
+                                            Column column) {
+  const int chain = kRank ? kRank / 64 : (steps + 3) / 4;
+  static_assert(kRank % 64 == 0);
+  if (kRank == 0) {
+    for (auto& tile : sums)
+      for (auto& chain : tile)
+        for (float& sum : chain) sum = 0.0f;
+  }
+#pragma unroll(kRank ? kRank / 64 : 1)
+  for (int i = 0; i < chain; ++i)
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int step = q * chain + i;
+      if (kRank == 0 && step >= steps) break;
+      const uint2 x = column(step);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint4 w = rows(tile, step);
+        if (kRank != 0 && i == 0) {
+          mma_first_16x8x16<T>(sums[tile][q], w.x, w.y, w.z, w.w, x.x, x.y);
+        } else {
+          mma_16x8x16<T>(sums[tile][q], w.x, w.y, w.z, w.w, x.x, x.y);
+        }
+      }
+    }
 }
 
 __device__ __forceinline__ float chain_sum(const float (&sums)[4][4], int element) {

@@ -231,6 +231,8 @@ struct ChainBlockWorkspace {
 // Launchers of the block form; each a phase of draft_chain_cuda.
 int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);
 int draft_chain_block_cuda(const ChainBlockParams& p, bool restart, void* stream);
+// The same where it suits the team form (draft_chain_team.cuh); otherwise not *done, and nothing.
+int draft_chain_team_cuda(const ChainBlockParams& p, bool restart, bool* done, void* stream);
 int draft_chain_certify_cuda(const ChainBlockParams& p, bool restart, void* stream);
 // Exact drafts from first[b] on for the rows where first[b] < drafts, a pass over W2 each.
 int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);

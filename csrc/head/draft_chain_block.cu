@@ -79,6 +79,9 @@ int launch(ChainBlockArgs& p, const Device& device, cudaStream_t stream) {
 }  // namespace
 
 int draft_chain_block_cuda(const ChainBlockParams& params, bool restart, void* stream) {
+  bool done = false;
+  const int team_status = draft_chain_team_cuda(params, restart, &done, stream);
+  if (done || team_status != kOk) return team_status;
   int index = 0;
   Device device;
   cudaError_t error = cudaGetDevice(&index);

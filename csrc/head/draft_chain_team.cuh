@@ -1,0 +1,90 @@
+// draft_chain, team form: what chain_block does, on sm_90 for few batch rows and with an input
+// table; formula, rounding points and score bits stand in draft_chain.h, and all bits are those of
+// chain_block.
+//
+// All blocks are resident (the launch is cooperative, in clusters of 8). The first are teams, a
+// cluster a batch row (team_role.cuh); the others hold W_hh, 32 units each (team_state.cuh). A step
+// goes round inside the team, where each block tells all others through their shared memory
+//
+//   keys of y_j  -> its argmax; with the row of the input table and W_hh S_{j-1}: S_j
+//   S_j          -> u = SiLU(W1h H + W1s S_j)
+//   u            -> scores of its ids, its best key
+//
+// while S_j goes through L2 to the blocks with W_hh, and W_hh S_j comes back in time for the next
+// step. A value of step j + 1 stands where that of step j did: whoever sends it has the keys of
+// step j from all warps that score, which have u of step j from all blocks, which have S_j from
+// all; so all have read what it replaces. S_j in L2 has two places, because only W_hh S_{j-1} says
+// that S_{j-1} has been read.
+//
+// A warp waits for at most kPatience cycles (chain_exchange.cuh). Bound by latency: 0.17 us an
+// exchange in the cluster, 1 us through L2 and back.
+#pragma once
+
+#include "head/team_role.cuh"
+#include "head/team_state.cuh"
+
+namespace domino {
+
+// kSteps: MMAs that a part of the units takes; kRank: TeamRole.
+template <class T, int kSteps, int kRank>
+__global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_constant__ TeamArgs p) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ int start[kTeamRows];  // the first draft of each row of the launch
+  const int drafts = static_cast<int>(p.drafts), thread = static_cast<int>(threadIdx.x);
+
+  if (p.restart) {  // nothing to do in any block: leave all as it is
+    previous_launch_done();
+    const bool pending = thread < p.teams && p.first[p.row0 + thread] < drafts;
+    if (!__syncthreads_or(pending)) return;
+  }
+  uint32_t epoch = 0;
+  // Between the loads of a role's weights and its steps: whether the block runs.
+  const auto begin = [&] {
+    if (thread < 3)
+      make_barrier(static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + thread * 8);
+    previous_launch_done();
+    epoch = p.control->epoch + 1;
+    const ChainExchange exchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank),
+                                 epoch);
+    exchange.clear_other(blockIdx.x * kTeamThreads + thread, gridDim.x * kTeamThreads);
+    if (thread < kTeamRows) {
+      int first = drafts;
+      if (thread < p.teams) {
+        const int64_t b = p.row0 + thread;
+        const bool active = p.num_active == nullptr || b < *p.num_active;
+        first = p.restart ? p.first[b] : active ? 0 : drafts;
+        if (!p.restart && blockIdx.x == 0) {
+          p.first[b] = active ? min(static_cast<int>(p.prefix), drafts) : drafts;
+          if (p.restarts && active) p.restarts[b] = 0;
+        }
+      }
+      start[thread] = first;
+    }
+    const bool leaves = *reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
+                        p.control->mute == blockIdx.x + 1;
+    cluster_sync();
+    return !leaves;
+  };
+  const auto exchange = [&] {
+    return ChainExchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank), epoch);
+  };
+
+  if (blockIdx.x < p.teams * kTeam) {
+    const int team = blockIdx.x / kTeam;
+    TeamRole<T, kSteps, kRank> role;
+    role.load(p, blockIdx.x % kTeam);
+    if (begin() && start[team] < drafts) role.run(p, exchange(), memory, team, start[team], epoch);
+  } else {
+    const int unit0 = (blockIdx.x - p.teams * kTeam) * kStateUnits;
+    StateRole<T, kSteps> role;
+    role.load(p, unit0);
+    int from = drafts;
+    if (begin() && unit0 < p.units)
+      for (int row = 0; row < p.teams; ++row) from = min(from, start[row]);
+    if (from < drafts) role.run(p, exchange(), memory, start, unit0, max(from - 1, 0), epoch);
+  }
+  cluster_sync();  // nobody sends to a block that has left
+  leave_chain(p.control);
+}
+
+}  // namespace domino
