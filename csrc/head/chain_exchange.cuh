@@ -53,8 +53,13 @@ struct ChainExchange {
     return reinterpret_cast<uint64_t*>(set_at(set) + 4 * kGroupRows * units * 2 +
                                        group * kKeyBytes);
   }
-  __device__ InputWord* inputs(int row, int quarter) const {  // [units]
-    return reinterpret_cast<InputWord*>(set_at(2)) + (row * 4 + quarter) * units;
+  // kind: 0 of the token itself, 1 and 2 of what was guessed for even and odd drafts
+  __device__ InputWord* inputs(int kind, int row, int quarter) const {  // [units]
+    return reinterpret_cast<InputWord*>(set_at(2)) +
+           ((kind * kGroupRows + row) * 4 + quarter) * units;
+  }
+  __device__ uint64_t* guess(int row, int j) const {
+    return reinterpret_cast<uint64_t*>(inputs(3, 0, 0)) + row * kEpochStride + j;
   }
   __device__ void clear_other(int thread, int threads) const {
     uint4* const other = reinterpret_cast<uint4*>(set_at(set ^ 1));

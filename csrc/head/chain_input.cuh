@@ -9,6 +9,10 @@
 // the words of the four quarters. What a server does not keep (of more than 4096 inputs, and slabs
 // without a server of their own) it reads from L2 in each step.
 //
+// Most of a step a server is idle. Up to 8 rows it spends that on a guess of y_j, the id of the
+// best base logit in the pool, and sends what it makes of it ahead of y_j, in words of its own:
+// only rows that are guessed wrong then wait for a product.
+//
 // The inputs are summed in 16 parts (kStateParts): part q takes the 32s q, q + 16, .. one after the
 // other, lane t of a quad 8 of each in two MMAs; then sum_of_parts. Bound by the latency of a row
 // of E, then by 213 KB from shared memory.
@@ -36,17 +40,32 @@ __device__ __forceinline__ uint32_t await_choice(const ChainExchange& exchange, 
   const uint64_t* const from = exchange.keys(0) + row * pairs * 2;
   unsigned long long best = 0;
 #pragma unroll 1
-  for (int i = lane; i - lane < pairs; i += kWarpSize) {
-    ulonglong2 two{};
+  for (int i = lane; i - lane < pairs; i += 2 * kWarpSize) {
+    ulonglong2 first{}, second{};
     await(
         [&] {
-          two = look_twice(from + 2 * min(i, pairs - 1));
-          return is_key_of(two.x, j) && is_key_of(two.y, j);
+          first = look_twice(from + 2 * min(i, pairs - 1));
+          second = look_twice(from + 2 * min(i + kWarpSize, pairs - 1));
+          return is_key_of(first.x, j) && is_key_of(first.y, j) && is_key_of(second.x, j) &&
+                 is_key_of(second.y, j);
         },
         aborted);
-    best = max(best, max(two.x, two.y));
+    best = max(max(best, max(first.x, first.y)), max(second.x, second.y));
   }
   return key_word_id(static_cast<uint32_t>(warp_best(best)));
+}
+
+// The guess of y_j that the servers have made for a batch row, where `wanted` in this lane.
+__device__ __forceinline__ uint32_t await_guess(const ChainExchange& exchange, int row, int j,
+                                                uint32_t epoch, bool wanted, uint32_t* aborted) {
+  uint64_t word = 0;
+  await(
+      [&] {
+        if (wanted) word = look(exchange.guess(row, j));
+        return !wanted || static_cast<uint32_t>(word) == epoch + j;
+      },
+      aborted);
+  return wanted ? static_cast<uint32_t>(word >> 32) : kNoToken;
 }
 
 // Until the whole of row `row`'s S_j is there; by a warp.
@@ -115,6 +134,9 @@ class InputServer {
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kBytes = kKept + kStored * kWarps * 1024;
   static constexpr int kLeastBytes = kKept;  // where nothing is kept (ChainBlockArgs::keeps_inputs)
+
+  // With more rows one of them is guessed wrong in most steps.
+  static constexpr bool kGuesses = kColumnTiles == 1;
 
   // Server blockIdx.x - p.chain_blocks of a launch of one group.
   static __device__ __forceinline__ void run(const ChainBlockArgs& p, char* memory) {
@@ -244,8 +266,8 @@ class InputServer {
   }
 
   // The sums of the four parts, in the warps of part 0, to the words of this draft's rows.
-  __device__ __forceinline__ void send_sums(const ChainExchange& exchange, int of, Sums& sums,
-                                            uint32_t tag) const {
+  __device__ __forceinline__ void send_sums(const ChainExchange& exchange, int kind, int of,
+                                            Sums& sums, uint32_t tag) const {
     float4* const others = reinterpret_cast<float4*>(memory) + warp / 4 * 3 * kTiles * 32 + lane;
     const uint32_t* const tokens = reinterpret_cast<const uint32_t*>(memory + kTokens);
 #pragma unroll
@@ -279,7 +301,7 @@ class InputServer {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             if ((e % 2 ? y.y : y.x) != kNoToken)
-              send(exchange.inputs(column + e % 2, of % 4) + unit + e / 2 * 8,
+              send(exchange.inputs(kind, column + e % 2, of % 4) + unit + e / 2 * 8,
                    {total[0][e], total[1][e], total[2][e], tag});
         }
       }
@@ -287,7 +309,53 @@ class InputServer {
     }
   }
 
-  __device__ __forceinline__ void serve() const {
+  // Guesses of the drafts that are chosen from pools: the best base logit, mostly right. This
+  // server's share of them, to all.
+  template <class FirstGuess>
+  __device__ __forceinline__ void guess(const ChainExchange& exchange, int rows, uint32_t epoch,
+                                        const FirstGuess& first_guess) const {
+    unsigned long long* const best = reinterpret_cast<unsigned long long*>(memory);
+    const int drafts = static_cast<int>(p.drafts);
+#pragma unroll 1
+    for (int i = slab; i < rows * drafts; i += servers) {
+      const int row = i % rows, j = i / rows;
+      if (j < first_guess(row)) continue;
+      const int64_t b = p.row0 + row;
+      const int32_t* const pool = p.pool + (b * p.pools + (p.pools > 1 ? j - 1 : 0)) * p.pool_size;
+      unsigned long long key = 0;
+#pragma unroll 4
+      for (int m = threadIdx.x; m < p.pool_size; m += kThreads) {
+        const int id = pool[m];
+        if (id >= 0)
+          key = max(key, static_cast<unsigned long long>(argmax_key(base_at(p, b, j - 1, id), id)));
+      }
+      key = warp_best(key);
+      if (lane == 0) best[warp] = key;
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        for (int w = 1; w < kWarps; ++w) key = max(key, best[w]);
+        send(exchange.guess(row, j), static_cast<uint64_t>(key_id(key)) << 32 | (epoch + j));
+      }
+      __syncthreads();
+    }
+  }
+
+  // The products for the tokens in shared memory, to words of this kind; by all threads.
+  __device__ __forceinline__ void products(const ChainExchange& exchange, int kind, uint32_t tag) {
+    const uint32_t* const tokens = reinterpret_cast<const uint32_t*>(memory + kTokens);
+    uint32_t y[kColumnTiles];
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) y[n] = tokens[n * kColumns + lane / 4];
+#pragma unroll 1
+    for (int of = slab; of < slabs; of += servers) {
+      Sums sums = {};
+      multiply(of, y, sums);
+      send_sums(exchange, kind, of, sums, tag);
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void serve() {
     const uint32_t epoch = p.control->epoch + 1;
     uint32_t* const aborted = &p.control->aborted;
     const ChainExchange exchange(p.exchange, units, static_cast<int>(p.rank), epoch);
@@ -314,27 +382,37 @@ class InputServer {
       if (j > start) await_state<T>(exchange, row, j - 1, aborted);
       return min(key_id(p.keys[b * drafts + j - 1]), last_id);
     };
+    const auto first_guess = [&](int row) {
+      return kGuesses ? 1 + max(start_of(row), p.temperature ? 0 : static_cast<int>(p.prefix))
+                      : drafts;
+    };
     uint32_t* const tokens = reinterpret_cast<uint32_t*>(memory + kTokens);
     const bool run =
         *reinterpret_cast<volatile uint32_t*>(aborted) == 0 && p.control->mute != blockIdx.x + 1;
+    if (kGuesses && run) guess(exchange, rows, epoch, first_guess);
+    constexpr int kRows = kColumnTiles * kColumns / kWarps;  // of a warp
 #pragma unroll 1
     for (int j = max(begin - 1, 0); run && j < drafts; ++j) {
-#pragma unroll 1
-      for (int row = warp; row < kColumnTiles * kColumns; row += kWarps) {
-        const uint32_t y = token(row, j);
-        if (lane == 0) tokens[row] = y;
-      }
-      __syncthreads();
-      uint32_t y[kColumnTiles];
+      uint32_t guessed[kRows];
+      bool any = false;
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) y[n] = tokens[n * kColumns + lane / 4];
-#pragma unroll 1
-      for (int of = slab; of < slabs; of += servers) {
-        Sums sums = {};
-        multiply(of, y, sums);
-        send_sums(exchange, of, sums, epoch + j);
-        if (of + servers < slabs) __syncthreads();
+      for (int i = 0; i < kRows; ++i) {
+        const int row = warp + i * kWarps;
+        guessed[i] =
+            await_guess(exchange, row, j, epoch, row < rows && j >= first_guess(row), aborted);
+        if (lane == 0) tokens[row] = guessed[i];
+        any |= guessed[i] != kNoToken;
       }
+      if (__syncthreads_or(any)) products(exchange, 1 + j % 2, epoch + j);
+      any = false;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = warp + i * kWarps;
+        const uint32_t y = token(row, j);
+        if (lane == 0) tokens[row] = y == guessed[i] ? kNoToken : y;
+        any |= y != guessed[i];
+      }
+      if (__syncthreads_or(any)) products(exchange, 0, epoch + j);
     }
   }
 };

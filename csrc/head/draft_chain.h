@@ -207,10 +207,10 @@ struct ChainBlockWorkspace {
   }
 
   // u of two groups in words of 2 values; two sets of states of even and odd drafts and of keys;
-  // inputs of a group
+  // inputs of a group, of its tokens and of guesses for even and odd drafts; guesses
   static int64_t exchange_bytes(int64_t units, int64_t rank) {
     return 2 * kGroupRows * rank * 4 + 2 * 2 * (2 * kGroupRows * units * 2 + kKeyBytes) +
-           kGroupRows * 4 * units * 16;
+           3 * kGroupRows * 4 * units * 16 + kGroupRows * kEpochStride * 8;
   }
 
   void bind(ChainBlockParams& p, void* memory) const {

@@ -293,13 +293,16 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     T* const to = states + my_row * units + unit0 + sub;
     float from_state[3] = {};
     Winner best{};
-    uint32_t y = 0;
+    uint32_t y = 0, guess = kNoToken;
     if (chooses) {
       if (turn) {
 #pragma unroll
         for (int gate = 0; gate < 3; ++gate)
           from_state[gate] = gate_totals[my_row * 48 + gate * 16 + sub];
       }
+      if constexpr (!kTable && InputServer<T, kTiles>::kGuesses)
+        guess = await_guess(exchange, my_row, j, epoch, mine && j > max(my_start, scored_from),
+                            aborted);
       if (j > 0) best = winner(j - 1);
       if (mine)
         y = j > 0 ? min(best.id, last_id)
@@ -308,8 +311,9 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     if (chooses) {
       float3 made{};
       if constexpr (!kTable)
-        made = take_inputs<kLanes>(exchange.inputs(my_row, 0) + unit0, units, mine && j >= my_start,
-                                   epoch + j, aborted);
+        made = take_inputs<kLanes>(
+            exchange.inputs(guess == y && guess != kNoToken ? 1 + j % 2 : 0, my_row, 0) + unit0,
+            units, mine && j >= my_start, epoch + j, aborted);
       uint32_t bits = 0;
       if (turn) {
         float x_r, x_z, x_n;

@@ -573,7 +573,7 @@ def _kept_bytes(weights):
     if weights.device.type == "cpu":
         return 0
     units, rank = weights.state_size, weights.rank
-    return 256 + _up(256 * rank + 4 * (128 * units + 16384) + 2048 * units, 256)
+    return 256 + _up(256 * rank + 4 * (128 * units + 16384) + 6144 * units + 8192, 256)
 
 
 def _up(n, to):
