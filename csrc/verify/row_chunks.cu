@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "verify/row_chunks.cuh"
 #include "verify/verify_launch.cuh"
 
@@ -5,9 +7,15 @@ namespace domino {
 
 int launch_rows(const VerifyChainParams& p, void* stream) {
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, is_dense(p));
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   const int64_t rows = p.batch * chunks.rows_per_request;
-  // one chunk a warp while that fits the device at once, then several
-  const int steps = rows * chunks.row_chunks > 132 * 48 * 2 ? 4 : 1;
+  // as many blocks a row as are resident at once: a wave of blocks that is not full costs a whole
+  // one
+  const int64_t most = ceil_div<int64_t>(chunks.row_chunks, kRowWarps);
+  const int64_t wanted =
+      std::clamp<int64_t>(device.processors * 4 / rows, std::min<int64_t>(2, most), most);
+  const int steps = static_cast<int>(ceil_div<int64_t>(chunks.row_chunks, wanted * kRowWarps));
   const int64_t row_blocks = ceil_div<int64_t>(chunks.row_chunks, steps * kRowWarps);
   if (rows * row_blocks > INT32_MAX) return kBadArgument;
   const bool plain = !has_edits(p) && (!is_dense(p) || p.draft_dtype == p.target_dtype);

@@ -1,7 +1,8 @@
 // First launch of verify_chain: every row in chunks of 1024 tokens, one warp a chunk, read once.
 //
 //   key     the chunk's greatest logit (logit_key)
-//   first   the lowest id that has it; only of greedy requests
+//   first   the lowest id that has it; only of greedy requests, and not where all of them are and
+//           no row is edited: then the walk looks it up
 //   digits  the sum of the weights of the chunk's segments (row_law.h); not of greedy requests
 //           whose log-probabilities nobody wants
 //
@@ -23,11 +24,9 @@ struct alignas(16) ChunkStats {
 // What blocks and launches leave for each other. Words and counters are 0 between calls, the rest
 // is written anew by each call.
 struct ChainWorkspace {
-  unsigned long long* words;  // [kGreedyWords], of verify_greedy
-  uint32_t* counters;         // [kGreedyRequests], of verify_greedy
-  ChunkStats* chunks;         // [batch, rows_per_request, row_chunks]: target rows, then draft rows
-  uint32_t* first;            // the same
-  uint32_t* arrived;  // [batch]: clusters that are done with their row, 0 before the second launch
+  ChunkStats* chunks;  // [batch, rows_per_request, row_chunks]: target rows, then draft rows
+  uint32_t* first;     // the same
+  uint32_t* arrived;   // [batch]: clusters that are done with their row, 0 before the second launch
   void* rest;
   int64_t rows_per_request;
   int64_t row_chunks;
@@ -37,9 +36,7 @@ struct ChainWorkspace {
       : rows_per_request(drafts + 1 + (dense ? drafts : 0)),
         row_chunks((vocab + kChunk - 1) / kChunk) {
     const int64_t count = batch * rows_per_request * row_chunks;
-    words = static_cast<unsigned long long*>(base);
-    counters = reinterpret_cast<uint32_t*>(words + kGreedyWords);
-    chunks = reinterpret_cast<ChunkStats*>(counters + kGreedyRequests);
+    chunks = reinterpret_cast<ChunkStats*>(static_cast<uint64_t*>(base) + kGreedyWords);
     first = reinterpret_cast<uint32_t*>(chunks + count);
     arrived = first + count;
     rest = first + (count + batch + 3) / 4 * 4;
@@ -49,6 +46,10 @@ struct ChainWorkspace {
   }
 };
 
+// Is the second launch greedy_walk_kernel?
+__host__ __device__ inline bool is_greedy_walk(const VerifyChainParams& p) {
+  return p.temperature == nullptr && p.top_logprobs == 0;
+}
 __host__ __device__ inline bool is_dense(const VerifyChainParams& p) {
   return p.draft_logits != nullptr && p.draft_ids == nullptr;
 }
@@ -135,7 +136,8 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize)
   const RowSource<T> source(of_target ? r.target_row(i) : r.draft_row(i),
                             of_target ? r.edits(i) : RowEdits{}, static_cast<int>(p.vocab));
   const float scale = law_scale(of_target ? r.temperature : r.draft_temperature);
-  const bool wants_first = r.greedy() || p.all_stats;
+  const bool looked_up = !std::is_same_v<T, void> && is_greedy_walk(p);
+  const bool wants_first = p.all_stats || (r.greedy() && !looked_up);
   const bool wants_sum = !r.greedy() || p.chosen_logprob != nullptr || p.all_stats;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

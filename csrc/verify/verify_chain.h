@@ -23,31 +23,44 @@ enum class VerifyRule : int {
 };
 constexpr int kRules = 6;
 
+// What every launch reads comes first: parameters are fetched in lines of 64 bytes.
 struct VerifyChainParams {
-  int64_t* tokens;        // [batch, drafts + 1] contiguous, padded with -1
-  int32_t* num_accepted;  // [batch]
-  int32_t* num_emitted;   // [batch]
-  float* chosen_logprob;  // [batch, drafts + 1] contiguous, padded with 0; null: not wanted
-  uint8_t* status;        // [batch] bits of VerifyStatus
-  int32_t* top_ids;       // [batch, drafts + 1, top_logprobs] contiguous, padded with -1, or null
-  float* top_logprob;     // the same, padded with 0
-  void* workspace;        // CUDA: 16-byte aligned, verify_chain_workspace() bytes; CPU: unused
-  const void* target_logits;    // row stride target_row_stride
+  int64_t* tokens;            // [batch, drafts + 1] contiguous, padded with -1
+  int32_t* num_accepted;      // [batch]
+  int32_t* num_emitted;       // [batch]
+  uint8_t* status;            // [batch] bits of VerifyStatus
+  void* workspace;            // CUDA: 16-byte aligned, verify_chain_workspace() bytes; CPU: unused
+  const void* target_logits;  // row stride target_row_stride
   const int64_t* draft_tokens;  // [batch, drafts]
-  const uint8_t* rules;         // [batch] of VerifyRule, or null: `rule` for all
-  const float* temperature;     // [batch], or null: greedy
-  const int64_t* seed;          // [batch], or null with temperature
-  const int64_t* block_start;   // [batch], or null with temperature
+  const int32_t* cu_rows;       // [batch + 1], or null: drafts + 1 rows each
+  const int32_t* num_active;    // [1]: requests from there on are inactive; null: all active
+  // residual_sample, otherwise null: [batch], the slot whose rejected draft is replaced, negative
+  // for none. Then drafts is 1, and of each request there is one row, which is that of the slot.
+  const int32_t* residual_slot;
+  const float* temperature;  // [batch], or null: greedy
+  int64_t batch;
+  int64_t drafts;
+  int64_t vocab;
+  int64_t total_rows;           // rows behind cu_rows; unused without
+  int64_t target_batch_stride;  // strides in elements; unused with cu_rows
+  int64_t target_row_stride;
+  int64_t draft_tokens_stride;
+  DType target_dtype;
+  DType draft_dtype;
+  VerifyRule rule;
+  int filter_order;  // FilterOrder
+
+  float* chosen_logprob;       // [batch, drafts + 1] contiguous, padded with 0; null: not wanted
+  int32_t* top_ids;            // [batch, drafts + 1, top_logprobs] contiguous, padded with -1
+  float* top_logprob;          // the same, padded with 0; both may be null
+  const uint8_t* rules;        // [batch] of VerifyRule, or null: `rule` for all
+  const int64_t* seed;         // [batch], or null with temperature
+  const int64_t* block_start;  // [batch], or null with temperature
   // q: none of these (one-hot), draft_logits, draft_ids and draft_logits, or draft_logprob
   const void* draft_logits;        // [batch, drafts, vocab], with draft_ids [batch, drafts, pool]
   const int32_t* draft_ids;        // [batch, drafts, pool]; outside [0, vocab): unused
   const float* draft_logprob;      // [batch, drafts]: log q of each draft, no more
   const float* draft_temperature;  // [batch], or null: that of the target
-  const int32_t* cu_rows;          // [batch + 1], or null: drafts + 1 rows each
-  const int32_t* num_active;       // [1]: requests from there on are inactive; null: all active
-  // residual_sample, otherwise null: [batch], the slot whose rejected draft is replaced, negative
-  // for none. Then drafts is 1, and of each request there is one row, which is that of the slot.
-  const int32_t* residual_slot;
   // filters (filter.h), each null or [batch]
   const int32_t* top_k;
   const float* top_p;
@@ -60,15 +73,8 @@ struct VerifyChainParams {
   const uint32_t* prompt_mask;      // [batch, words]: bit set where a token is in the prompt
   const int32_t* output_counts;     // [batch, vocab]: how often a token was generated
   const uint32_t* grammar_mask;     // [batch, drafts + 1, words] or [rows, words]: bit 1 allows
-  int64_t batch;
-  int64_t drafts;
-  int64_t vocab;
   int64_t pool;
   int64_t top_logprobs;
-  int64_t total_rows;           // rows behind cu_rows; unused without
-  int64_t target_batch_stride;  // strides in elements; unused with cu_rows
-  int64_t target_row_stride;
-  int64_t draft_tokens_stride;
   int64_t draft_batch_stride;
   int64_t draft_row_stride;
   int64_t ids_batch_stride;
@@ -78,26 +84,22 @@ struct VerifyChainParams {
   int64_t counts_stride;
   int64_t grammar_batch_stride;  // unused with cu_rows
   int64_t grammar_row_stride;
-  VerifyRule rule;
-  int filter_order;  // FilterOrder
-  DType target_dtype;
-  DType draft_dtype;
   bool all_stats;  // row_stats: argmax and sum of every row
 };
 
 // The fixed-point sums of a row (2^40 a token, times sqrt(2)) must fit 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 23;
 
-// What a launch of verify_greedy counts with: in front of the workspace, 0 between calls.
-constexpr int64_t kGreedyWords = 8192, kGreedyRequests = 1024;
+// What blocks of verify_greedy tell each other, in front of the workspace: 0 between calls.
+constexpr int64_t kGreedyWords = 16384;
 
-// Bytes of CUDA workspace: the words above (8 bytes and 4), of each row its chunks of 1024 tokens
-// (16 bytes and 4), of each request's rows what was found (96) and 4.
+// Bytes of CUDA workspace: the words above, of each row its chunks of 1024 tokens (16 bytes and 4),
+// of each request's rows what was found (96) and 4.
 inline int64_t verify_chain_workspace(int64_t batch, int64_t drafts, int64_t vocab, bool dense) {
   const int64_t rows = batch * (drafts + 1 + (dense ? drafts : 0));
   const int64_t words = rows * ((vocab + 1023) / 1024) + batch;
-  return kGreedyWords * 8 + kGreedyRequests * 4 + rows * ((vocab + 1023) / 1024) * 16 +
-         (words + 3) / 4 * 16 + batch * (drafts + 1) * 96;
+  return kGreedyWords * 8 + rows * ((vocab + 1023) / 1024) * 16 + (words + 3) / 4 * 16 +
+         batch * (drafts + 1) * 96;
 }
 int verify_chain_cuda(const VerifyChainParams& p, void* stream);
 int verify_chain_cpu(const VerifyChainParams& p);

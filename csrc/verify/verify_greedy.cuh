@@ -1,21 +1,22 @@
 // verify_chain where every request is greedy and nobody asks for log-probabilities: one launch.
 //
-// A block owns a part of a row. It leaves the part's greatest logit and the lowest id that has it
-// as one word and counts itself; the last block of a request to do so puts its words together and
-// walks. A word says by itself that it is there (it is never 0), and a block counts itself behind
-// its word: so the last block waits for nothing but stores that are on their way, and what is
-// counted on need not be fenced. It leaves words and counter at 0 for the next call.
+// A block owns a part of a row, and each of its warps leaves the greatest logit that it has seen
+// and the lowest id that has it as one word. The block of a request's last part walks: it waits for
+// the request's words, which say by themselves that they are there (they are never 0), and leaves
+// them at 0 for the next call. Blocks start in the order of their numbers, so it only waits for
+// blocks that run.
 //
-// Bytes: every row once. Bound by HBM; at small batches by three trips to the L2 behind it.
+// Bytes: every row once. Bound by HBM; at small batches by what comes before the first load and
+// behind the last: a trip to the L2 and back, some hundred instructions.
 #pragma once
 
 #include "verify/chain_judge.cuh"
 
 namespace domino {
 
-constexpr int kGreedyWarps = 8, kGreedyThreads = kGreedyWarps * kWarpSize;
-constexpr int kGreedyBlocks = 4;                                     // on an SM
-constexpr int kFewestGreedyParts = 4, kMostGreedyParts = kWarpSize;  // of a row: a lane a part
+constexpr int kGreedyWarps = 16, kGreedyThreads = kGreedyWarps * kWarpSize;
+constexpr int kGreedyBlocks = 2;     // on an SM
+constexpr int kMostGreedyParts = 8;  // of a row
 
 __device__ __forceinline__ void store_word(unsigned long long* word, unsigned long long value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -24,6 +25,35 @@ __device__ __forceinline__ unsigned long long load_word(const unsigned long long
   unsigned long long value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
+}
+
+__device__ __forceinline__ void prefetch(const void* pointer) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
+
+// The greatest of this lane's words of a row, each waited for and then cleared. A warp calls it.
+__device__ __forceinline__ unsigned long long collect_words(unsigned long long* words, int count) {
+  constexpr int kAtOnce = 8;
+  unsigned long long most = 0;
+  for (int base = threadIdx.x % kWarpSize; base < count; base += kAtOnce * kWarpSize) {
+    unsigned long long found[kAtOnce] = {};
+    bool missing;
+    do {
+      missing = false;
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n)
+        if (base + n * kWarpSize < count && found[n] == 0)
+          found[n] = load_word(words + base + n * kWarpSize);
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) missing |= base + n * kWarpSize < count && found[n] == 0;
+    } while (missing);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (base + n * kWarpSize < count) words[base + n * kWarpSize] = 0;
+      most = max(most, found[n]);
+    }
+  }
+  return most;
 }
 
 // The greatest of eight logits, NaN if one is.
@@ -41,26 +71,30 @@ __device__ __forceinline__ float group_top(const Group<T>& group) {
   }
 }
 
-// Grid: (row parts of a request, requests from `first` on). T: the dtype of the rows, none of them
+// Grid: (parts of a row, rows, requests from `first` on). T: the dtype of the rows, none of them
 // edited; void: any.
-template <class T, int kWarps = kGreedyWarps, int kAhead = 8, int kBlocks = kGreedyBlocks>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
-    verify_greedy_kernel(const __grid_constant__ VerifyChainParams p, int64_t first, int parts) {
-  constexpr int kThreads = kWarps * kWarpSize;
-  __shared__ uint32_t keys[kWarps], ids[kWarps];
+template <class T>
+__global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
+    verify_greedy_kernel(const __grid_constant__ VerifyChainParams p, int64_t first) {
+  constexpr int kAhead = 5;  // groups of a thread that are on their way
   __shared__ int shared_stop;
-  __shared__ bool shared_last;
-  const int i = blockIdx.x / parts, part = blockIdx.x - i * parts;
-  const int64_t b = first + blockIdx.y;
+  const int part = blockIdx.x, parts = gridDim.x, i = blockIdx.y;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int64_t b = first + blockIdx.z, out = b * (p.drafts + 1);
   const ChainRequest r(p, b);
-  const int64_t out = b * (p.drafts + 1);
   if (r.rows == 0) {
-    if (blockIdx.x != 0) return;
+    if (part + i != 0) return;
     if (threadIdx.x == 0) emit_counts(r, 0, -1, r.faults);
-    for (int64_t n = threadIdx.x; n <= p.drafts; n += kThreads) p.tokens[out + n] = -1;
+    for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
     return;
   }
   if (i >= r.rows) return;
+  const bool walks = i == r.rows - 1 && part == parts - 1;
+  const int row_words = parts * kGreedyWarps;
+  unsigned long long* words =  // [rows, row_words]
+      static_cast<unsigned long long*>(p.workspace) +
+      static_cast<int64_t>(blockIdx.z) * gridDim.y * row_words;
+  unsigned long long* own_word = words + i * row_words + part * kGreedyWarps + warp;
 
   using Stored = typename RowSource<T>::Stored;
   const RowSource<T> source(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
@@ -79,24 +113,30 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
     best_token = token;
     top = max_nan(top, value);
   };
+  // what lies in HBM of all that is needed behind the loads
+  int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
+  if (lane == 0) prefetch(own_word);
   if constexpr (!std::is_same_v<T, void>) {
     if (source.aligned) {
       const int whole = min(end, vocab / kGroup);
 #pragma unroll 1
-      for (int n = begin + thread; n < whole; n += kAhead * kThreads) {
+      for (int n = begin + thread; n - thread < whole; n += kAhead * kGreedyThreads) {
         Group<T> ahead[kAhead];
 #pragma unroll
-        for (int a = 0; a < kAhead; ++a)
-          ahead[a].load_if(n + a * kThreads < whole, source.data + (n + a * kThreads) * kGroup);
+        for (int a = 0; a < kAhead; ++a) {
+          const int at = n + a * kGreedyThreads;
+          ahead[a].load_if(at < whole, source.data + at * kGroup);
+        }
 #pragma unroll
-        for (int a = 0; a < kAhead; ++a) take(ahead[a], (n + a * kThreads) * kGroup);
+        for (int a = 0; a < kAhead; ++a) take(ahead[a], (n + a * kGreedyThreads) * kGroup);
       }
       begin = max(begin, whole);
     }
   }
 #pragma unroll 1
-  for (int n = begin + thread; n < end; n += kThreads) take(source.group(n * kGroup), n * kGroup);
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  for (int n = begin + thread; n < end; n += kGreedyThreads)
+    take(source.group(n * kGroup), n * kGroup);
+
   const uint32_t own = logit_key(top), key = __reduce_max_sync(kFullMask, own);
   uint32_t id = ~0u;
   if (own == key) {
@@ -105,44 +145,16 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
       if (best.at(j) == top) id = best_token + j;
   }
   id = __reduce_min_sync(kFullMask, id);
-  if (lane == 0) {
-    keys[warp] = key;
-    ids[warp] = id;
-  }
-  if (threadIdx.x == 0) shared_stop = INT32_MAX;
-  __syncthreads();
-  const ChainWorkspace workspace(p.workspace, p.batch, p.drafts, p.vocab, false);
-  unsigned long long* words = workspace.words + blockIdx.y * gridDim.x;  // [rows, parts]
-  uint32_t* counter = workspace.counters + blockIdx.y;
-  if (warp == 0) {
-    const uint32_t warp_key = lane < kWarps ? keys[lane] : 0;
-    const uint32_t block_key = __reduce_max_sync(kFullMask, warp_key);
-    const uint32_t block_id =
-        __reduce_min_sync(kFullMask, warp_key == block_key && lane < kWarps ? ids[lane] : ~0u);
-    if (lane == 0) {
-      store_word(words + blockIdx.x, static_cast<unsigned long long>(block_key) << 32 |
-                                         static_cast<uint32_t>(~block_id));
-      asm volatile("" ::: "memory");
-      shared_last = atomicAdd(counter, 1u) == static_cast<uint32_t>(r.rows * parts) - 1;
-    }
-  }
-  __syncthreads();
-  if (!shared_last) return;
+  if (lane == 0) store_word(own_word, static_cast<unsigned long long>(key) << 32 | ~id);
+  if (!walks) return;
 
   // A warp a row; the first slot that stops ends the request. Lane 0 writes the row's token, and
   // takes it back where the request ended in front of it.
-  if (threadIdx.x == 0) *counter = 0;
-#pragma unroll 2
-  for (int row = warp; row < r.rows; row += kWarps) {
-    const int64_t x = row < r.rows - 1 ? r.draft_token(row) : -1;
-    unsigned long long* word = words + row * parts + lane;
-    unsigned long long most = 0;
-    if (lane < parts) {
-      do {
-        most = load_word(word);
-      } while (most == 0);
-      *word = 0;
-    }
+  if (thread == 0) shared_stop = INT32_MAX;
+  __syncthreads();
+  for (int row = warp; row < r.rows; row += kGreedyWarps) {
+    if (row != warp) x = row < r.rows - 1 ? r.draft_token(row) : -1;
+    const unsigned long long most = collect_words(words + row * row_words, row_words);
     const uint32_t row_key = static_cast<uint32_t>(most >> 32);
     const uint32_t row_top = __reduce_max_sync(kFullMask, row_key);
     const uint32_t row_id =
@@ -158,18 +170,37 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocks)
   __syncthreads();
   const int stop = shared_stop / 8;
   const uint32_t faults = shared_stop & 3;
-  for (int row = warp; row < r.rows; row += kWarps)
+  for (int row = warp; row < r.rows; row += kGreedyWarps)
     if (lane == 0 && row > stop) p.tokens[out + row] = -1;
-  for (int64_t n = r.rows + threadIdx.x; n <= p.drafts; n += kThreads) p.tokens[out + n] = -1;
-  if (threadIdx.x == 0)
+  for (int64_t n = r.rows + thread; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
+  if (thread == 0)
     emit_counts(r, stop, faults == 0 ? 0 : -1, faults | ((shared_stop & 4) != 0 ? kBadId : 0u));
+}
+
+// The lowest id of a row whose logit is `top`, the greatest: it is in the first chunk with that
+// top. By a warp.
+template <class T>
+__device__ __forceinline__ int first_in_row(const RowSource<T>& source, const ChunkStats* chunks,
+                                            int count, float top) {
+  const uint32_t key = logit_key(top);
+  const int lane = threadIdx.x % kWarpSize;
+  int chunk = count;
+#pragma unroll 5
+  for (int c = lane; c < count; c += kWarpSize)
+    if (__ldcg(&chunks[c].key) == key) chunk = min(chunk, c);
+  const int token = __reduce_min_sync(kFullMask, chunk) * kChunk + lane * kGroup;
+  Group<T> groups[kLaneGroups];
+#pragma unroll
+  for (int g = 0; g < kLaneGroups; ++g) groups[g] = source.group(token + g * kGroupStep);
+  return static_cast<int>(first_of(groups, token, top, true));
 }
 
 // The same with log-probabilities, behind the launch that reads the rows (row_chunks.cuh): a block
 // owns a request, a warp a row at a time. Bytes: the chunks' statistics; bound by latency.
 constexpr int kGreedyWalkThreads = 16 * kWarpSize;
 
-__global__ void __launch_bounds__(kGreedyWalkThreads)
+template <class T>
+__global__ void __launch_bounds__(kGreedyWalkThreads, 1)
     greedy_walk_kernel(const __grid_constant__ VerifyChainParams p) {
   constexpr int kWarps = kGreedyWalkThreads / kWarpSize;
   __shared__ int shared_stop;
@@ -189,10 +220,15 @@ __global__ void __launch_bounds__(kGreedyWalkThreads)
     RowStats row{};
     if (i < r.rows) {
       if (base > 0) x = i < r.rows - 1 ? r.draft_token(i) : -1;
-      const ChunkStats* chunks = workspace.row(b, i);
+      const int count = static_cast<int>(workspace.row_chunks);
       uint32_t unused;
-      row = combine_chunks(chunks, workspace.first + (chunks - workspace.chunks),
-                           static_cast<int>(workspace.row_chunks), law_scale(0.0f), true, &unused);
+      const ChunkStats* chunks = workspace.row(b, i);
+      row = combine_chunks(chunks, workspace.first + (chunks - workspace.chunks), count,
+                           law_scale(0.0f), std::is_same_v<T, void>, &unused);
+      if constexpr (!std::is_same_v<T, void>) {
+        const RowSource<T> source(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
+        if (row.faults == 0) row.argmax = first_in_row(source, chunks, count, row.top);
+      }
       if (lane == 0 && (row.faults != 0 || x != row.argmax)) atomicMin(&shared_stop, i);
     }
     __syncthreads();
@@ -200,7 +236,8 @@ __global__ void __launch_bounds__(kGreedyWalkThreads)
     if (lane == 0 && i <= stop && i < r.rows) {  // an accepted draft is the row's argmax
       const bool usable = row.faults == 0;
       p.tokens[out + i] = usable ? row.argmax : -1;
-      p.chosen_logprob[out + i] = usable ? RowLaw(row, 0.0f).log_probability(row.top) : 0.0f;
+      if (p.chosen_logprob != nullptr)
+        p.chosen_logprob[out + i] = usable ? RowLaw(row, 0.0f).log_probability(row.top) : 0.0f;
       if (i == stop) {
         const bool bad_id = i < r.rows - 1 && usable && (x < -1 || x >= p.vocab);
         emit_counts(r, stop, usable ? 0 : -1, row.faults | (bad_id ? kBadId : 0u));
@@ -213,7 +250,7 @@ __global__ void __launch_bounds__(kGreedyWalkThreads)
   const int64_t first = r.rows == 0 ? 0 : stop + 1;
   for (int64_t i = first + threadIdx.x; i <= p.drafts; i += kGreedyWalkThreads) {
     p.tokens[out + i] = -1;
-    p.chosen_logprob[out + i] = 0.0f;
+    if (p.chosen_logprob != nullptr) p.chosen_logprob[out + i] = 0.0f;
   }
 }
 

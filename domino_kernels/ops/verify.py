@@ -10,7 +10,7 @@ from domino_kernels.ops import checks
 from domino_kernels.torch_library import DTYPES, check_status, define, place, target
 
 _MAX_VOCAB = 1 << 23
-_CONTROL_WORDS = 8192 + 1024 // 2  # in front of a workspace: kGreedyWords, kGreedyRequests
+_CONTROL_WORDS = 16384  # in front of a workspace: kGreedyWords of csrc/verify/verify_chain.h
 _NOISE_KINDS = {"words": 0, "uniform": 1, "exponential": 2}
 _FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
 _SAMPLING = ("temperature", "seed", "block_start", "draft_logits", "draft_ids", "draft_logprob")
