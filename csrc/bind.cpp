@@ -69,8 +69,7 @@ PYBIND11_MODULE(_C, m) {
       field("pool_logits", &DraftChainParams::pool_logits),
       field("log_probs", &DraftChainParams::log_probs),
       field("dense_logits", &DraftChainParams::dense_logits),
-      field("dtype", &DraftChainParams::dtype),
-      field("base_dtype", &DraftChainParams::base_dtype));
+      field("dtype", &DraftChainParams::dtype), field("base_dtype", &DraftChainParams::base_dtype));
   m.def(
       "draft_chain_workspace",
       [](int64_t batch, int64_t drafts, int64_t prefix, int64_t vocab, int64_t units, int64_t rank,
