@@ -105,6 +105,8 @@ class Engine:
             longer one is run in pieces.
         fp8_draft_head: draft with a copy of the LM head in fp8, half its bytes. The target's own
             head stays, so the output does. Fused layers only.
+        verify_fewer: with "auto", batches of 8 and more may verify a half or a quarter of the drafts,
+            those likeliest to be kept by the head's own probabilities.
         draft_vocab: ids to draft from, None: all (see `vocabulary.py`). Fused layers, no tree.
         fused: True, the fused layers or an error; False, the stock forward; None, the fused layers
             on a GPU, where the model allows it.
@@ -127,6 +129,7 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         fp8_draft_head: bool = False,
         draft_vocab: Sequence[int] | Tensor | None = None,
+        verify_fewer: bool = False,
         fused: bool | None = None,
         tree: TreeOptions | None = None,
     ):
@@ -172,7 +175,7 @@ class Engine:
             draft_vocab = draft_ids("Engine: draft_vocab", draft_vocab, target.vocab_size)
         self._fused, self.mode = self._make_cycle(drafter, fused, fp8_draft_head, draft_vocab)
         choose = auto and self.num_drafts and self._fused is not None
-        partial = choose and tells_chances(drafter)
+        partial = choose and verify_fewer and tells_chances(drafter)
         self._policy = DraftLength(self.num_drafts, partial) if choose else None
         self.batch = Batch([], torch.empty(0), [])
         self._keep([])
