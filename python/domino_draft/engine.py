@@ -105,8 +105,8 @@ class Engine:
             longer one is run in pieces.
         fp8_draft_head: draft with a copy of the LM head in fp8, half its bytes. The target's own
             head stays, so the output does. Fused layers only.
-        verify_fewer: with "auto", batches of 8 and more may verify a half or a quarter of the drafts,
-            those likeliest to be kept by the head's own probabilities.
+        verify_fewer: with "auto", batches of 8 and more may verify a half or a quarter of the
+            drafts, those likeliest to be kept by the head's own probabilities.
         draft_vocab: ids to draft from, None: all (see `vocabulary.py`). Fused layers, no tree.
         fused: True, the fused layers or an error; False, the stock forward; None, the fused layers
             on a GPU, where the model allows it.
