@@ -183,7 +183,7 @@ struct TeamRole {
       // y_j, then S_j
       if (makes_state) {
         InputWord of_state[4] = {};
-        const InputWord* const gates = exchange.inputs(team, 0) + (has_units ? unit : 0);
+        const InputWord* const gates = exchange.inputs(0, team, 0) + (has_units ? unit : 0);
         const auto look_at_gates = [&] {
 #pragma unroll
           for (int i = 0; i < 4; ++i) of_state[i] = look(gates + i);

@@ -102,7 +102,7 @@ struct StateRole {
           const auto sum = [&](int gate) {
             return sum_of<kTeamWarps, Memory::kPart>(of_unit + gate * kStateUnits);
           };
-          send(exchange.inputs(tile + warp, 0) + unit0 + lane,
+          send(exchange.inputs(0, tile + warp, 0) + unit0 + lane,
                InputWord{sum(0), sum(1), sum(2), epoch + j});
         }
       }
