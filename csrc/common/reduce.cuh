@@ -12,6 +12,14 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// Modulo 2^64: by digits of 20 bits, whose sums are one instruction each.
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+  const uint64_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value) & 0xfffffu);
+  const uint64_t mid = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value >> 20) & 0xfffffu);
+  const uint64_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value >> 40));
+  return low + (mid << 20) + (high << 40);
+}
+
 // Combines one value a thread; every thread gets the result. `combine` is associative and
 // commutative, `slots` holds 32 values of shared memory, blockDim.x is a multiple of 32. All
 // threads call it.

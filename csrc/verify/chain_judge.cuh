@@ -2,6 +2,7 @@
 // its draft.
 #pragma once
 
+#include "common/reduce.cuh"
 #include "verify/chain_walk.h"
 #include "verify/row_chunks.cuh"
 
@@ -16,13 +17,6 @@ struct alignas(16) JudgedRow {
   uint32_t status;
 };
 constexpr uint32_t kTakenAsOneHot = 1u << 16;  // in JudgedRow::status, above the status bits
-
-__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
-    value += __shfl_xor_sync(kFullMask, value, offset);
-  return value;
-}
 
 __device__ __forceinline__ ChunkStats load_chunk(const ChunkStats* chunk) {
   const uint4 words = __ldcg(reinterpret_cast<const uint4*>(chunk));

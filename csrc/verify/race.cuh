@@ -123,7 +123,13 @@ __device__ __forceinline__ unsigned long long race_group(int token, const Group&
       if (four.word[j] <= limit) chance |= 1u << (4 * half + j);
     }
   }
-  if (reach < 0.5f) chance = 0;
+  if (reach < 0.5f || chance == 0) return key;
+  // by the group's greatest weight; by its own hardly any of them
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) {
+    const float own = weights.upper(group.at(j), token + j) * bound * (1.001f * 0x1p32f);
+    if (!(static_cast<float>(words[j]) <= own)) chance &= ~(1u << j);
+  }
   while (chance != 0) {
     const int which = __ffs(chance) - 1;
     chance &= chance - 1;

@@ -79,8 +79,11 @@ struct TreeFinishShared {
     uint32_t start[kMaxTreeNodes];
     int32_t step[kMaxTreeNodes];
   };
+  union {
+    float child_p[kMaxTreeNodes];
+    SharedRace race;
+  };
   int16_t path[kMaxTreeNodes];
-  SharedRace race;
   RowStats leaf;
   uint32_t status;
   int last;  // index of the last node of the path
@@ -118,7 +121,7 @@ __device__ __noinline__ RowFilter find_cut(const RowCluster& cluster, const RowS
   return finder.find();
 }
 
-constexpr int kFinishThreads = 320;
+constexpr int kFinishThreads = 384;
 
 // Grid: a cluster a request. kGeneral: with filters, a dense q or the rule match.
 template <class T, bool kGeneral>
@@ -129,6 +132,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   TreeFinishShared& shared = *reinterpret_cast<TreeFinishShared*>(shared_bytes);
   const RowCluster cluster;
   const int64_t b = blockIdx.x / cluster.size;
+  ask_for_request(p, b);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
   const SharedTree& tree = shared.tree;
@@ -143,9 +147,14 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     return;
   }
   shared.tree.load(r);
-  if (r.rule != TreeRule::kGreedy && r.rule != TreeRule::kMatch)
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) shared.coins[n] = r.coin(n);
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) shared.step[n] = kNoStep;
+  const bool wants_coins = r.rule != TreeRule::kGreedy && r.rule != TreeRule::kMatch;
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+    const int parent = tree.parent[n], x = tree.token[n];
+    shared.step[n] = kNoStep;
+    const float logit = parent >= 0 && x >= 0 ? r.target_row(parent).at(x) : -INFINITY;
+    if (wants_coins) shared.coins[n] = r.coin(n);  // while the logit is on its way
+    shared.children.logit[n] = logit;
+  }
   cluster.sync();  // all blocks are there, and their steps
 
   const bool dense = kGeneral && r.uses_draft() && p.draft_logits != nullptr;
@@ -157,7 +166,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   const int workers = SharedPools::most_warps(count);
   bool waited = false;
   if (!dense && warp < workers) {
-    const PoolView pool = shared.pools.of_warp(count);
+    const PoolView pool = shared.pools.part(warp, count);
     float* logprobs = cluster.map(shared.children.logit, 0);
     for (int k = cluster.rank + cluster.size * warp; k < tree.inner.count;
          k += cluster.size * workers) {
@@ -190,7 +199,8 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   cluster.sync();
   if (pooled && r.rule == TreeRule::kTraversal) {
     if (cluster.rank == 0)
-      traverse(r, workspace, tree, &shared.pools, shared.start, &shared.ticket);
+      traverse(r, workspace, tree, &shared.pools, &shared.children, shared.child_p, shared.start,
+               &shared.ticket);
     cluster.sync();
   }
   find_path(r, workspace, &shared);
@@ -199,9 +209,20 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
 
   const int last = shared.last, n = shared.path[last];
   const bool leaf = !tree.inner.has(n);
-  LastRow<T> row(cluster, r.target_row(n), p.vocab);
-  const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
+  // what the last token takes, in the order in which it is needed
   NodeRecord record = fresh_record(RowStats{}, 1.0f);
+  RowStats draft{};
+  int pool_id = -1;
+  float pool_logit = 0.0f;
+  if (!leaf) record = load_record(workspace.records + first + n);
+  if (!leaf && r.uses_draft()) draft = workspace.drafts[first + n];
+  if (!leaf && pooled && threadIdx.x < p.pool) {
+    pool_id = r.pool_ids(n)[threadIdx.x];
+    pool_logit = r.pool_row(n).at(threadIdx.x);
+  }
+  LastRow<T> row(cluster, r.target_row(n), p.vocab);
+  if (leaf || !greedy) row.fetch_ahead();
+  const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
   if (leaf) {
     read_row<false>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
     if (warp == 0) {
@@ -213,14 +234,13 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     }
     __syncthreads();
     record.stats = shared.leaf;
-  } else {
-    record = load_record(workspace.records + first + n);
   }
   const uint32_t faults = record.stats.faults;
   uint32_t status = r.faults | shared.status | faults;
-  if (cluster.rank == 0) emit_path(r, tree, shared.path, shared.children.logit, last);
   if (faults != 0) {
-    if (cluster.rank == 0 && threadIdx.x == 0) emit_last(r, last, -1, 0.0f, status);
+    if (cluster.rank != 0) return;
+    emit_path(r, tree, shared.path, shared.children.logit, last);
+    if (threadIdx.x == 0) emit_last(r, last, -1, 0.0f, status);
     return;
   }
   const RowLaw law(record.stats, r.temperature);
@@ -240,8 +260,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     const uint64_t whole = filtered ? filter.mass : record.stats.sum;
     const bool residual = kind == TreeDraw::kResidual;
     const bool with_dense = residual && dense;
-    const RowLaw dense_law =
-        with_dense ? RowLaw(workspace.drafts[first + n], r.draft_temperature) : law;
+    const RowLaw dense_law = with_dense ? RowLaw(draft, r.draft_temperature) : law;
     TreeWeights weights{law,
                         filter,
                         1.0f,
@@ -254,12 +273,15 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
       weights.unit = filtered ? div_rn(kFixedOne, static_cast<float>(whole)) : law.inverse_sum;
       mass = record.mass;
       if (!dense) {
-        const int32_t* ids = r.pool_ids(n);
-        const LogitRow logits = r.pool_row(n);
-        const RowLaw q(workspace.drafts[first + n], r.draft_temperature);
-        for (int m = threadIdx.x; m < p.pool; m += blockDim.x)
-          if (ids[m] >= 0 && ids[m] < p.vocab)
-            shared.taken.put(ids[m], mul_rn(record.rho, q.probability(logits.at(m))));
+        const RowLaw q(draft, r.draft_temperature);
+        for (int m = threadIdx.x; m < p.pool; m += blockDim.x) {
+          if (m >= static_cast<int>(blockDim.x)) {
+            pool_id = r.pool_ids(n)[m];
+            pool_logit = r.pool_row(n).at(m);
+          }
+          if (pool_id >= 0 && pool_id < p.vocab)
+            shared.taken.put(pool_id, mul_rn(record.rho, q.probability(pool_logit)));
+        }
         weights.taken = &shared.taken;
       }
     } else if (kind == TreeDraw::kWithoutChildren) {
@@ -284,7 +306,9 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     }
     token = static_cast<int64_t>(key & 0xffffffffu);
   }
-  if (cluster.rank == 0 && threadIdx.x == 0)
+  if (cluster.rank != 0) return;
+  emit_path(r, tree, shared.path, shared.children.logit, last);
+  if (threadIdx.x == 0)
     emit_last(r, last, token,
               p.chosen_logprob != nullptr ? law.log_probability(row.source.at(token)) : 0.0f,
               status);

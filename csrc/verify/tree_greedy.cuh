@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kTreeGreedyThreads)
   unsigned long long winner = winners[n];
   if (!tree.inner.has(n)) {
     LastRow<T> row(cluster, r.target_row(n), p.vocab);
+    row.fetch_ahead();
     read_row<true>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
     if (cluster.rank == 0 && warp == 0) winner = row_winner(workspace, first + n);
   }

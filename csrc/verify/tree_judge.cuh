@@ -6,14 +6,6 @@
 
 namespace domino {
 
-// Sum over a warp, modulo 2^64.
-__device__ __forceinline__ uint64_t warp_units(uint64_t value) {
-  const uint64_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value) & 0xfffffu);
-  const uint64_t mid = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value >> 20) & 0xfffffu);
-  const uint64_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(value >> 40));
-  return low + (mid << 20) + (high << 40);
-}
-
 // The laws of one node over its pool, in shared memory.
 struct PoolView {
   int32_t* ids;  // -1: unused
@@ -35,7 +27,7 @@ struct PoolView {
     uint64_t sum = 0;
     for (int m = threadIdx.x % kWarpSize; m < count; m += kWarpSize)
       sum += to_units(add_rn(p[m], -mul_rn(rho, q[m])));
-    return warp_units(sum);
+    return warp_sum(sum);
   }
 };
 
@@ -44,9 +36,9 @@ struct SharedPools {
   float p[kMaxPool];
   float q[kMaxPool];
 
-  // A warp's part. With large pools fewer warps have one: those before most_warps().
-  __device__ __forceinline__ PoolView of_warp(int count) {
-    const int at = static_cast<int>(threadIdx.x / kWarpSize) * count;
+  // A warp has a part to itself. With large pools there are fewer parts than warps: most_warps().
+  __device__ __forceinline__ PoolView part(int which, int count) {
+    const int at = which * count;
     return {ids + at, p + at, q + at, count};
   }
   static __device__ __forceinline__ int most_warps(int count) {
@@ -62,20 +54,37 @@ struct SharedChildren {
   float left[kMaxTreeNodes];   // mass of q that is not drawn once it and all before it are
 };
 
+constexpr int kPoolAhead = 2;  // entries of a lane that are on their way at once
+
 // Ids, the target's logits there and the law q of node n's pool. By one warp.
 __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const PoolView& pool) {
   const int lane = threadIdx.x % kWarpSize;
   const int32_t* ids = r.pool_ids(n);
   const LogitRow logits = r.pool_row(n), target = r.target_row(n);
   uint32_t key = 0;
-  for (int m = lane; m < pool.count; m += kWarpSize) {
-    const int id = ids[m];
-    const bool used = id >= 0 && id < r.p.vocab;
-    const float z = logits.at(m);
-    if (used) key = max(key, logit_key(z));
-    pool.ids[m] = used ? id : -1;
-    pool.q[m] = used ? z : -INFINITY;
-    pool.p[m] = used ? target.at(id) : -INFINITY;
+  for (int base = lane; base < pool.count; base += kPoolAhead * kWarpSize) {
+    int id[kPoolAhead];
+    float q[kPoolAhead], p[kPoolAhead];
+#pragma unroll
+    for (int j = 0; j < kPoolAhead; ++j) {
+      const int m = base + j * kWarpSize;
+      id[j] = m < pool.count ? ids[m] : -1;
+      q[j] = m < pool.count ? logits.at(m) : -INFINITY;
+    }
+#pragma unroll
+    for (int j = 0; j < kPoolAhead; ++j) {
+      if (id[j] < 0 || id[j] >= r.p.vocab) id[j] = -1;
+      p[j] = id[j] >= 0 ? target.at(id[j]) : -INFINITY;
+    }
+#pragma unroll
+    for (int j = 0; j < kPoolAhead; ++j) {
+      const int m = base + j * kWarpSize;
+      if (m >= pool.count) break;
+      if (id[j] >= 0) key = max(key, logit_key(q[j]));
+      pool.ids[m] = id[j];
+      pool.q[m] = id[j] >= 0 ? q[j] : -INFINITY;
+      pool.p[m] = p[j];
+    }
   }
   key = __reduce_max_sync(kFullMask, key);
   RowStats stats{0, key == 0 ? -INFINITY : key_logit(key), -1, 0, 0};
@@ -84,7 +93,7 @@ __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const
     const RowLaw weights(stats.top, 1, law_scale(r.draft_temperature));
     uint64_t sum = 0;
     for (int m = lane; m < pool.count; m += kWarpSize) sum += to_fixed(weights.weight(pool.q[m]));
-    stats.sum = warp_units(sum);
+    stats.sum = warp_sum(sum);
     const RowLaw q(stats, r.draft_temperature);
     for (int m = lane; m < pool.count; m += kWarpSize) pool.q[m] = q.probability(pool.q[m]);
   } else {
@@ -94,25 +103,25 @@ __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const
   return stats;
 }
 
-// What does not take the rows of node n: its children's logits and, with a pool, the law q.
-__device__ __forceinline__ void prepare_node(const TreeRequest& r, const TreeWorkspace& workspace,
-                                             const SharedTree& tree, int n, bool pooled,
-                                             const PoolView& pool, SharedChildren* children) {
-  const LogitRow row = r.target_row(n);
+// What does not take the statistics of node n's row: the law q, and what it says of the children.
+__device__ __noinline__ void prepare_node(const TreeRequest& r, const TreeWorkspace& workspace,
+                                          const SharedTree& tree, int n, bool pooled,
+                                          const PoolView& pool, SharedChildren* children) {
   const int lane = threadIdx.x % kWarpSize;
+  if (r.rule == TreeRule::kGreedy || r.rule == TreeRule::kMatch) return;
   uint64_t drafted = 0;
+  bool others = false;
   if (pooled) {
     const RowStats stats = load_pool(r, n, pool);
     if (lane == 0) workspace.drafts[r.b * r.p.width + n] = stats;
     for (int m = lane; m < pool.count; m += kWarpSize) drafted += to_units(pool.q[m]);
-    drafted = warp_units(drafted);
+    drafted = warp_sum(drafted);
   }
   tree.for_each_window(n, [&](int c, unsigned mask) {
     const bool child = (mask >> lane & 1) != 0;
     const int x = child ? tree.token[c] : SharedTree::kPad;
-    if (child) children->logit[c] = x >= 0 ? row.at(x) : -INFINITY;
-    if (r.rule == TreeRule::kGreedy || r.rule == TreeRule::kMatch) return true;
-    const bool repeated = tree.repeats(n, c, child);
+    const bool repeated = tree.repeats(n, c, child, others);
+    others = true;
     float q = x >= 0 && !repeated ? 1.0f : 0.0f, left = 0.0f;
     if (pooled) {
       const unsigned usable = __ballot_sync(kFullMask, q > 0.0f);
@@ -146,7 +155,7 @@ __device__ __forceinline__ uint64_t settle_pool(const NodeLaw& law, const PoolVi
     pool.p[m] = p;
     inside += to_units(p);
   }
-  inside = warp_units(inside);
+  inside = warp_sum(inside);
   const uint64_t whole = to_units(1.0f);
   __syncwarp();
   return inside < whole ? whole - inside : 0;
@@ -262,41 +271,55 @@ __device__ __forceinline__ float wait_start(uint32_t* start) {
 
 // Traversal, by a whole block: the nodes with children in parallel, each by a warp as soon as its
 // parent has said with which probability it is reached. Tickets rise with the nodes and a parent
-// has an earlier one than its children, so no warp waits for ever. Completes all records.
+// has an earlier one than its children, so no warp waits for ever. All that nodes take is fetched
+// beforehand if there is room for all pools. Completes all records.
 __device__ __forceinline__ void traverse(const TreeRequest& r, const TreeWorkspace& workspace,
                                          const SharedTree& tree, SharedPools* pools,
-                                         uint32_t* start, int* ticket) {
+                                         SharedChildren* children, float* child_p, uint32_t* start,
+                                         int* ticket) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int count = static_cast<int>(r.p.pool);
+  const int count = static_cast<int>(r.p.pool), inner = tree.inner.count;
   const int64_t first = r.b * r.p.width;
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
+  const bool ahead = inner * count <= kMaxPool;
+  for (int i = threadIdx.x; ahead && i < inner * count; i += blockDim.x) {
+    const int64_t at = (first + tree.inner.at[i / count]) * count + i % count;
+    pools->p[i] = __ldcg(workspace.pool_p + at);
+    pools->q[i] = __ldcg(workspace.pool_q + at);
+  }
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
     start[n] = n == 0 ? __float_as_uint(1.0f) : tree.parent[n] >= 0 ? kPending : 0u;
+    const float4 law = __ldcg(reinterpret_cast<const float4*>(workspace.children + first + n));
+    child_p[n] = law.x;
+    children->q[n] = law.y;
+    children->left[n] = law.z;
+  }
   if (threadIdx.x == 0) *ticket = 0;
   __syncthreads();
-  const PoolView pool = pools->of_warp(count);
-  while (warp < SharedPools::most_warps(count)) {
+  while (ahead || warp < SharedPools::most_warps(count)) {
     int k = lane == 0 ? atomicAdd(ticket, 1) : 0;
     k = __shfl_sync(kFullMask, k, 0);
-    if (k >= tree.inner.count) break;
+    if (k >= inner) break;
     const int n = tree.inner.at[k];
     const int64_t at = first + n;
     NodeRecord* stored = workspace.records + at;
     const uint32_t faults = __ldcg(&stored->stats.faults);
     const uint64_t outside = __ldcg(workspace.outside + at);
-    __syncwarp();
-    for (int m = lane; m < count; m += kWarpSize) {
-      pool.p[m] = __ldcg(workspace.pool_p + at * count + m);
-      pool.q[m] = __ldcg(workspace.pool_q + at * count + m);
+    const PoolView pool = pools->part(ahead ? k : warp, count);
+    if (!ahead) {
+      __syncwarp();
+      for (int m = lane; m < count; m += kWarpSize) {
+        pool.p[m] = __ldcg(workspace.pool_p + at * count + m);
+        pool.q[m] = __ldcg(workspace.pool_q + at * count + m);
+      }
+      __syncwarp();
     }
-    __syncwarp();
     Residual state(-1.0f);  // not asked for yet
     uint32_t status = 0;
     float reached = 0.0f;
     tree.for_each_window(n, [&](int c, unsigned mask) {
       const bool child = (mask >> lane & 1) != 0;
-      float4 law{0.0f, 0.0f, 0.0f, 0.0f};
-      if (child) law = __ldcg(reinterpret_cast<const float4*>(workspace.children + first + c));
-      const float p = law.x, q = law.y, left = law.z;
+      const float p = child ? child_p[c] : 0.0f, q = child ? children->q[c] : 0.0f;
+      const float left = child ? children->left[c] : 0.0f;
       const int x = child ? tree.token[c] : SharedTree::kPad;
       bool usable = q > 0.0f && faults == 0;
       const unsigned all = __ballot_sync(kFullMask, usable);

@@ -6,7 +6,8 @@
 
 namespace domino {
 
-// A warp's chunks of the row. The first is fetched ahead and kept for all that goes over the row.
+// A warp's chunks of the row. The first can be fetched ahead, and is kept for all that goes over
+// the row.
 template <class T>
 struct LastRow {
   RowSource<T> source;
@@ -20,6 +21,9 @@ struct LastRow {
     const int warps = blockDim.x / kWarpSize;
     stride = cluster.size * warps;
     first = static_cast<int>(threadIdx.x) / kWarpSize * cluster.size + cluster.rank;
+  }
+
+  __device__ __forceinline__ void fetch_ahead() {
     if (first < count) fetch(first);
   }
 
@@ -35,9 +39,7 @@ struct LastRow {
 
  private:
   __device__ __forceinline__ void fetch(int chunk) {
-    const int token = chunk * kChunk + static_cast<int>(threadIdx.x % kWarpSize) * kGroup;
-#pragma unroll
-    for (int g = 0; g < kLaneGroups; ++g) groups[g] = source.group(token + g * kGroupStep);
+    load_chunk(source, chunk * kChunk + static_cast<int>(threadIdx.x % kWarpSize) * kGroup, groups);
     held = chunk;
   }
 };

@@ -13,6 +13,22 @@ namespace domino {
 constexpr int kTreeRowWarps = 8;
 constexpr int kTreeRowBlocks = 2;  // on an SM, so that a block of the last launch fits beside them
 
+// A lane's groups of the chunk of which `token` is its first. Without branches where that can be,
+// so that all of them are on their way at once.
+template <class T>
+__device__ __forceinline__ void load_chunk(const RowSource<T>& source, int token,
+                                           Group<T> (&groups)[kLaneGroups]) {
+  if (source.aligned && (source.vocab % kGroup == 0 || token / kChunk < source.vocab / kChunk)) {
+#pragma unroll
+    for (int g = 0; g < kLaneGroups; ++g)
+      groups[g].load_if(token + g * kGroupStep < source.vocab,
+                        source.data + token + g * kGroupStep);
+  } else {
+#pragma unroll
+    for (int g = 0; g < kLaneGroups; ++g) groups[g] = source.group(token + g * kGroupStep);
+  }
+}
+
 // What the walk has to know of a chunk, by one warp.
 template <bool kArgmaxOnly, class T>
 __device__ __forceinline__ void store_chunk(const Group<T> (&groups)[kLaneGroups], int token,
@@ -46,6 +62,7 @@ __global__ void __launch_bounds__(kTreeRowWarps* kWarpSize, sizeof(T) == 4 ? 2 :
   __shared__ InnerNodes inner;
   allow_next_launch();
   const int64_t b = blockIdx.x / blocks;
+  ask_for_request(p, b);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
   if (r.nodes < 2 || (!of_target && !r.uses_draft())) return;
@@ -67,9 +84,7 @@ __global__ void __launch_bounds__(kTreeRowWarps* kWarpSize, sizeof(T) == 4 ? 2 :
     next_at = (row_of_request + n) * row_chunks + next_chunk;
     const RowSource<T> source(of_target ? r.target_row(n) : r.draft_row(n), RowEdits{},
                               static_cast<int>(p.vocab));
-#pragma unroll
-    for (int g = 0; g < kLaneGroups; ++g)
-      ahead[g] = source.group(next_chunk * kChunk + g * kGroupStep + lane * kGroup);
+    load_chunk(source, next_chunk * kChunk + lane * kGroup, ahead);
   };
   load();
 #pragma unroll 1

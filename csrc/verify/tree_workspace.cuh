@@ -64,6 +64,23 @@ __device__ __forceinline__ NodeRecord load_record(const NodeRecord* record) {
   return out;
 }
 
+// Asks for what every block of request b reads first, so that it does not come from memory one by
+// one. By a whole block.
+__device__ __forceinline__ void ask_for_request(const VerifyTreeParams& p, int64_t b) {
+  const auto ask = [](const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+  };
+  if (p.cu_nodes == nullptr && threadIdx.x < p.width) {
+    ask(p.parents + b * p.parents_stride + threadIdx.x);
+    ask(p.tokens + b * p.tokens_stride + threadIdx.x);
+  }
+  if (threadIdx.x == 0 && p.temperature != nullptr) {
+    ask(p.seed + b);
+    ask(p.block_start + b);
+    if (p.draft_temperature != nullptr) ask(p.draft_temperature + b);
+  }
+}
+
 // The nodes that have children. Rows of others are read where the walk ends, and nowhere else.
 struct InnerNodes {
   static constexpr int kWords = kMaxTreeNodes / 32;
@@ -139,12 +156,13 @@ struct SharedTree {
     }
   }
 
-  // Does an earlier child of n have the token of this lane's child? By a whole warp.
-  __device__ __forceinline__ bool repeats(int n, int c, bool child) const {
+  // Does an earlier child of n have the token of this lane's child? By a whole warp. others: are
+  // there children in front of this window?
+  __device__ __forceinline__ bool repeats(int n, int c, bool child, bool others) const {
     const int lane = threadIdx.x % kWarpSize;
     const int x = child && token[c] >= 0 ? token[c] : -1 - lane;
     bool found = (__match_any_sync(kFullMask, x) & ((1u << lane) - 1)) != 0;
-    for (int m = n + 1; m < c - lane; ++m) found |= parent[m] == n && token[m] == x;
+    for (int m = n + 1; others && m < c - lane; ++m) found |= parent[m] == n && token[m] == x;
     return found;
   }
 };
