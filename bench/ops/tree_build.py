@@ -31,7 +31,7 @@ def build_operands(batch, mask, seed, device):
     generator = torch.Generator().manual_seed(seed)
     parents = candidate_parents(generator, device).repeat(batch, 1)
     count = parents.size(1)
-    scores = -torch.rand(batch, count, generator=generator).to(device).cumsum(1)
+    scores = -torch.rand(batch, count, generator=generator).to(device)
     return {
         "root": torch.zeros(batch, dtype=torch.int64, device=device),
         "tokens": torch.randint(151936, (batch, count), generator=generator).to(device),
@@ -53,6 +53,8 @@ def build_case(batch, mask):
         arguments, _ = operands
         parents, index = tree.parents.cpu(), tree.index.cpu().long()
         assert not tree.status.any() and (index[:, 1:] >= 0).all()
+        tokens = arguments["tokens"].cpu().gather(1, index.clamp_min(0))
+        assert torch.equal(tree.tokens.cpu()[:, 1:], tokens[:, 1:]), "tokens of other candidates"
         wanted = arguments["parents"].cpu().gather(1, index.clamp_min(0))[:, 1:]
         kept = index.gather(1, parents.clamp_min(0).long())[:, 1:]
         assert torch.equal(kept, wanted.long()), "nodes hang elsewhere than their candidates"
