@@ -109,10 +109,10 @@ def make_operands(vocab, batch, accepted, data, q, filters, sampled, seed, devic
 def ours(rule):
     def call(o):
         rest = dict(out=o["out"], workspace=o["workspace"])
-        if rule == "greedy":  # what engines compute for greedy requests
-            rest["out"] = o["out"]._replace(chosen_logprob=None)
-            return verify_chain(o["target"], o["drafts"], logprobs=False, **rest)
-        if rule == "greedy-logprob":
+        kind, _, logprob = rule.partition("-")
+        if not logprob:  # what engines and the peers compute
+            rest |= dict(out=o["out"]._replace(chosen_logprob=None), logprobs=False)
+        if kind == "greedy":
             return verify_chain(o["target"], o["drafts"], **rest)
         for name, key in (("top_k", "top_k"), ("top_p", "top_p"), ("draft_ids", "ids")):
             if o[key] is not None:
@@ -122,14 +122,14 @@ def ours(rule):
         result = verify_chain(
             o["target"],
             o["drafts"],
-            rule=rule,
+            rule=kind,
             temperature=o["temperature"],
             seed=o["seed"],
             block_start=o["start"],
             **rest,
         )
         # the coins were chosen for the token rule
-        return result if rule == "token" else (*result[:2], OWN_COINS)
+        return result if kind == "token" else (*result[:2], OWN_COINS)
 
     return call
 
@@ -281,6 +281,7 @@ def cases():
         for accepted in ("mean", "all", "none"):
             peer = accepted == "mean"
             yield case("token", batch, accepted, q="dense", filters="k50p95", peer=peer)
+        yield case("token-logprob", batch, "mean", filters="k50p95", peer=False)
         yield case("token", batch, "mean")
         yield case("token", batch, "mean", q="dense")
         for rule, q in (("block", "dense"), ("block", "pool"), ("match", "one-hot")):

@@ -33,6 +33,20 @@ struct RowEdits {
   }
 };
 
+// Does a call's kernel count the values of its rows (row_histogram.cuh)? Then the whole row's mass,
+// where top_p is a share of that, is the sum of to_fixed of its weights, otherwise RowStats::sum.
+DOMINO_HD bool counts_values(const VerifyChainParams& p) {
+  const bool filtered = p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
+  const bool by_coin = p.rules == nullptr && p.residual_slot == nullptr &&
+                       (p.rule == VerifyRule::kToken || p.rule == VerifyRule::kOneHot);
+  const bool edited = p.logit_bias != nullptr || p.repetition_penalty != nullptr ||
+                      p.presence_penalty != nullptr || p.frequency_penalty != nullptr ||
+                      p.grammar_mask != nullptr;
+  const bool dense = p.draft_logits != nullptr && p.draft_ids == nullptr;
+  return filtered && by_coin && p.temperature != nullptr && p.target_dtype == DType::kBF16 &&
+         !edited && !dense && p.top_logprobs == 0 && !p.all_stats;
+}
+
 // Where q comes from.
 enum class DraftLaw : int { kOneHot, kDense, kPool, kScalar };
 
@@ -133,9 +147,9 @@ struct ChainRequest {
   }
 
   // A request with temperature 0 has no filters.
-  DOMINO_HD FilterParams filters() const {
+  DOMINO_HD FilterParams filters() const { return greedy() ? FilterParams{} : filters(p, b); }
+  static DOMINO_HD FilterParams filters(const VerifyChainParams& p, int64_t b) {
     FilterParams out;
-    if (greedy()) return out;
     if (p.top_k != nullptr) out.top_k = p.top_k[b];
     if (p.top_p != nullptr) out.top_p = p.top_p[b];
     if (p.min_p != nullptr) out.min_p = p.min_p[b];

@@ -110,20 +110,28 @@ DOMINO_HD float scalar_mass(float logprob) {
   return exp2_product(logprob, kLog2e, kRoundMagic);
 }
 
-// Slot i, whose row is usable and whose draft x is in the vocabulary or -1 (none).
-//   logit, q: of x; q < 0 where the request has no q
-DOMINO_HD Slot decide_slot(const ChainRequest& r, int i, const RowStats& target, int64_t x,
-                           float logit, float q, const FilterBounds& bounds) {
-  if (r.greedy()) return {x == target.argmax ? Outcome::kAccept : Outcome::kArgmax, 0, true, 1.0f};
+// Slot i, whose row is usable and whose draft x is in the vocabulary or -1 (none), before its coin:
+// kUndecided where that decides.
+//   argmax: of a greedy request's row
+//   q: of x; < 0 where the request has no q
+DOMINO_HD Slot slot_before_coin(const ChainRequest& r, int32_t argmax, int64_t x, float q) {
+  if (r.greedy()) return {x == argmax ? Outcome::kAccept : Outcome::kArgmax, 0, true, 1.0f};
   if (r.rule == VerifyRule::kMatch || r.rule == VerifyRule::kGumbel)
     return {Outcome::kPosition, 0, true, 1.0f};
   if (x < 0) return {Outcome::kDraw, 0, true, 1.0f};
-  const bool one_hot = !(q > 0.0f);
-  const uint32_t status = q == 0.0f ? kBadDraftLaw : 0u;
-  const float mass = one_hot ? 1.0f : q;
-  if (r.p.residual_slot != nullptr) return {Outcome::kResidual, status, one_hot, mass};
+  const bool one_hot = !(q > 0.0f), replaces = r.p.residual_slot != nullptr;
+  return {replaces ? Outcome::kResidual : Outcome::kUndecided, q == 0.0f ? kBadDraftLaw : 0u,
+          one_hot, one_hot ? 1.0f : q};
+}
+
+// The same with the coin. logit: of x
+DOMINO_HD Slot decide_slot(const ChainRequest& r, int i, const RowStats& target, int64_t x,
+                           float logit, float q, const FilterBounds& bounds) {
+  Slot slot = slot_before_coin(r, target.argmax, x, q);
+  if (slot.outcome != Outcome::kUndecided) return slot;
   const RowLaw law(target, r.temperature);
-  return {token_outcome(law, bounds, logit, mass, verify_coin(r, i)), status, one_hot, mass};
+  slot.outcome = token_outcome(law, bounds, logit, slot.q, verify_coin(r, i));
+  return slot;
 }
 
 // The race for the token of the slot where the walk stopped: least E / weight, ties to the lowest

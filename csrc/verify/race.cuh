@@ -25,18 +25,19 @@ __device__ __forceinline__ RaceShared& race_shared() {
   return shared;
 }
 
-// fn(token, group) for this lane's groups of those of a row's chunks that this block of the cluster
-// has and whose key is at least `least`; every lane of a warp calls it as often. One copy of fn.
+// fn(token, group) for this lane's groups of those of a row's `count` chunks that this block of the
+// cluster has and whose key, where they have one, is at least `least`; every lane of a warp calls
+// it as often. One copy of fn.
 template <class Source, class Fn>
 __device__ __forceinline__ void for_each_group(const RowCluster& cluster, const Source& source,
                                                const ChunkStats* chunks, int count, uint32_t least,
                                                Fn fn) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int share = ceil_div(count, cluster.size);
+  const int warps = blockDim.x / kWarpSize, share = ceil_div(count, cluster.size);
   const int first = cluster.rank * share, last = min(count, first + share);
 #pragma unroll 1
-  for (int chunk = first + warp; chunk < last; chunk += kWalkWarps) {
-    if (__ldcg(&chunks[chunk].key) < least) continue;
+  for (int chunk = first + warp; chunk < last; chunk += warps) {
+    if (chunks != nullptr && __ldcg(&chunks[chunk].key) < least) continue;
     const int token = chunk * kChunk + lane * kGroup;
     Group<typename Source::Stored> groups[kLaneGroups];
     if constexpr (!std::is_same_v<Source, RowSource<void>>) {
@@ -92,10 +93,23 @@ struct DrawWeights {
 constexpr float kSureTime = 24.0f;
 constexpr float kResidualGuess = 0.05f;  // mass of relu(p - q) that is surely enough
 
+__device__ __forceinline__ unsigned long long least_key_of_warp(unsigned long long key) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const unsigned long long other = __shfl_xor_sync(kFullMask, key, offset);
+    key = other < key ? other : key;
+  }
+  return key;
+}
+
 __device__ __forceinline__ unsigned long long least_key_of_block(unsigned long long key) {
-  return block_reduce(
-      key, [](unsigned long long a, unsigned long long b) { return a < b ? a : b; },
-      race_shared().slots);
+  unsigned long long* slots = race_shared().slots;
+  const int lane = threadIdx.x % kWarpSize;
+  key = least_key_of_warp(key);
+  __syncthreads();  // the slots may still be read by the call before
+  if (lane == 0) slots[threadIdx.x / kWarpSize] = key;
+  __syncthreads();
+  return least_key_of_warp(lane < blockDim.x / kWarpSize ? slots[lane] : kNoWinner);
 }
 
 // The winner so far, `key`, met by this lane's eight tokens as far as their time can be within

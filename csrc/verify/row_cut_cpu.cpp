@@ -5,13 +5,25 @@
 
 namespace domino {
 
+static uint64_t mass_of_row(const LogitRow& row, int64_t vocab, const RowLaw& law) {
+  float tile[kTile];
+  uint64_t mass = 0;
+  for (int64_t first = 0; first < vocab; first += kTile) {
+    const int count = load_tile(row, first, vocab, tile);
+    for (int j = 0; j < count; ++j) mass += to_fixed(law.weight(tile[j]));
+  }
+  return mass;
+}
+
 // The tokens that the filters leave, and their mass (filter.h). Only tokens down to some octaves
 // below the greatest weight are sorted, more where these do not settle it: in a peaked row the
 // first step takes a handful.
 RowFilter find_cut(const LogitRow& row, int64_t vocab, const RowStats& stats, const RowLaw& law,
-                   const FilterParams& f) {
+                   const FilterParams& f, bool by_value) {
   const float lowest = f.lowest_exponent(law);
   const bool ranked = f.by_rank(vocab);
+  const bool by_both = f.order == FilterOrder::kVllm && (ranked || f.by_weight());
+  const uint64_t row_mass = by_value && f.by_mass() ? mass_of_row(row, vocab, law) : stats.sum;
   std::vector<std::pair<float, int32_t>> tokens;
   const auto likelier = [](const auto& a, const auto& b) {
     return a.first > b.first || (a.first == b.first && a.second < b.second);
@@ -42,9 +54,8 @@ RowFilter find_cut(const LogitRow& row, int64_t vocab, const RowStats& stats, co
     };
     // are the tokens that top-k and min-p keep all above the floor?
     const bool complete = all || ranked || min_p < tokens.size();
-    const bool by_both = f.order == FilterOrder::kVllm && (ranked || f.by_weight());
     if (!complete && (by_both || !f.by_mass())) continue;
-    uint64_t base = stats.sum;
+    uint64_t base = row_mass;
     if (by_both) base = mass_of(kept);
     if (f.order == FilterOrder::kTransformers && ranked) base = mass_of(top_k);
 

@@ -23,6 +23,6 @@ inline int load_tile(const LogitRow& row, int64_t first, int64_t vocab, float* t
 
 // The tokens of a usable row that the filters leave, and their mass.
 RowFilter find_cut(const LogitRow& row, int64_t vocab, const RowStats& stats, const RowLaw& law,
-                   const FilterParams& f);
+                   const FilterParams& f, bool by_value = false);
 
 }  // namespace domino

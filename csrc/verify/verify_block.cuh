@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kWalkThreads)
     for (;;) {
       const unsigned long long key =
           race_row(cluster, source, chunks.row(b, stop), static_cast<int>(chunks.row_chunks),
-                   draw_weights(r, stop, outcome, row, law, filter, reach_of(stop)),
+                   draw_weights(r, stop, outcome, slot_q(row), law, filter, reach_of(stop)),
                    race_noise(r, stop, outcome), 0.0f);
       if (key != kNoWinner) last = static_cast<int64_t>(key & 0xffffffffu);
       if (last >= 0 || outcome == Outcome::kDraw) break;

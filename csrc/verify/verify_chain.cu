@@ -18,6 +18,7 @@ bool may_be(const VerifyChainParams& p, VerifyRule rule) {
 int verify_chain_cuda(const VerifyChainParams& p, void* stream) {
   if (p.vocab < 1 || p.vocab > kMaxVocab) return kBadArgument;
   if (p.batch == 0) return kOk;
+  if (counts_values(p)) return launch_by_value(p, stream);
   if (is_greedy_walk(p)) return verify_greedy_cuda(p, stream);
   if (const int status = launch_rows(p, stream); status != kOk) return status;
 

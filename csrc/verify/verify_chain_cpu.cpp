@@ -36,7 +36,7 @@ struct TargetRow {
         stats(row_stats_cpu(logits, r.p.vocab, law_scale(r.temperature))),
         law(stats, r.temperature),
         filtered(stats.faults == 0 && r.filters().any(r.p.vocab)) {
-    if (filtered) filter = find_cut(logits, r.p.vocab, stats, law, r.filters());
+    if (filtered) filter = find_cut(logits, r.p.vocab, stats, law, r.filters(), counts_values(r.p));
   }
 
   uint64_t mass() const { return filtered ? filter.mass : stats.sum; }

@@ -61,6 +61,9 @@ int launch_behind(void (*kernel)(VerifyChainParams, Params...), const VerifyChai
 // All of verify_chain where every request is greedy and nobody asks for the likeliest tokens.
 int verify_greedy_cuda(const VerifyChainParams& p, void* stream);
 
+// All launches of a call that counts_values().
+int launch_by_value(const VerifyChainParams& p, void* stream);
+
 // The likeliest tokens of every row that was emitted: the last launch of verify_chain and
 // row_stats.
 int launch_row_head(const VerifyChainParams& p, void* stream);

@@ -1,0 +1,116 @@
+"""Cuts of the filters that kernels find by counting bf16 values, against the CPU twin."""
+
+import pytest
+import torch
+from chain_cases import assert_same, to
+from test_verify_rules import with_q
+
+from domino_kernels import verify_chain
+from domino_kernels.reference.law import FILTER_ORDERS
+
+pytestmark = pytest.mark.gpu
+
+
+def rows(kind, shape, generator):
+    """bf16 logits; what a histogram of values has to get right in the name."""
+    normal = torch.randn(*shape, generator=generator)
+    chance = torch.rand(*shape, generator=generator)
+    if kind == "peaked":
+        normal = torch.where(chance < 20 / shape[-1], normal + 8, normal)
+    elif kind == "few values":
+        normal = (normal * 2).round() / 2  # -0 and 0 among them
+    elif kind == "zeros and masked":
+        normal = normal.where(chance > 0.3, 0.0).where(chance < 0.8, -torch.inf)
+        normal[..., 0] = 1.0
+    elif kind == "equal":
+        normal = normal[..., :1].expand(shape)
+    elif kind == "near zero":
+        normal = normal * 1e-9
+    elif kind == "beyond the bins":
+        normal = normal * 300
+    return normal.to(torch.bfloat16)
+
+
+KINDS = [
+    "normal",
+    "peaked",
+    "few values",
+    "zeros and masked",
+    "equal",
+    "near zero",
+    "beyond the bins",
+]
+
+
+def arguments_of(kind, batch, drafts, vocab, form, generator):
+    choose = lambda *values: torch.tensor(values)[  # noqa: E731
+        torch.randint(len(values), (batch,), generator=generator)
+    ]
+    target = rows(kind, (batch, drafts + 1, vocab), generator)
+    temperature = choose(0.7, 1.0, 1.5, 0.05, 20.0, 0.0)
+    if kind == "beyond the bins":
+        temperature = temperature * 100
+    draft = (target[:, :drafts].float() + torch.randn(batch, drafts, vocab) * 0.5).bfloat16()
+    draft = draft.where(torch.isfinite(draft), -30.0)
+    # the likeliest, another likely one, any
+    likely = target[:, :drafts].float().topk(min(4, vocab), -1).indices
+    kind_of = torch.rand(batch, drafts, generator=generator)
+    tokens = torch.randint(vocab, (batch, drafts), generator=generator)
+    tokens = likely[..., 0].where(kind_of < 0.8, likely[..., -1].where(kind_of < 0.9, tokens))
+    tokens[::7, -1] = -1
+    tokens[3::7, -1] = vocab
+    target[1::9, drafts // 2, vocab // 2] = torch.nan
+    target[2::9, drafts // 2, vocab // 2] = -torch.nan
+    target[4::9, -1] = -torch.inf
+    arguments = dict(
+        target_logits=target,
+        draft_tokens=tokens,
+        rule="token",
+        temperature=temperature,
+        seed=torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
+        block_start=torch.randint(0, 2**40, (batch,), generator=generator),
+        draft_logits=draft,
+        top_k=choose(0, 1, 2, 5, 50, 400, 513, 3 * vocab // 4, vocab).int(),
+        top_p=choose(1.0, 0.95, 0.95, 0.5, 0.999, 1e-6, 0.0),
+        min_p=choose(0.0, 0.0, 0.01, 0.3, 1.0),
+    )
+    arguments = with_q(arguments, form, min(5, vocab), generator)
+    if form == "pool":
+        arguments["draft_ids"] = arguments["draft_ids"].contiguous()
+    return arguments
+
+
+@pytest.mark.parametrize("form", ["none", "pool", "scalar"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuts_by_value(kind, form):
+    generator = torch.Generator().manual_seed(20261130)
+    for shape in [(120, 3, 9), (60, 7, 1000), (30, 1, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
+        for order in FILTER_ORDERS:
+            for logprobs in (False, True):
+                arguments = arguments_of(kind, *shape, form, generator)
+                arguments |= {"filter_order": order, "logprobs": logprobs}
+                kernel = verify_chain(**to(arguments, "cuda"))
+                try:
+                    assert_same(kernel, verify_chain(**arguments))
+                except AssertionError as error:
+                    raise AssertionError(f"{shape}, {order}, logprobs {logprobs}") from error
+
+
+def test_cuts_of_real_vocabularies():
+    """Clusters of 8, 4, 2 and 1 blocks a row; a request's rows are read from rows out of line."""
+    generator = torch.Generator().manual_seed(20261131)
+    for batch, drafts, vocab in [
+        (1, 15, 151_936),
+        (2, 15, 32_001),
+        (5, 11, 151_936),
+        (9, 15, 8000),
+    ]:
+        for kind in ("normal", "peaked"):
+            arguments = arguments_of(kind, batch, drafts, vocab, "none", generator)
+            arguments["temperature"] = torch.full((batch,), 0.7)
+            arguments["top_p"] = torch.full((batch,), 0.95)
+            arguments["min_p"] = None
+            arguments["top_k"] = torch.where(torch.arange(batch) % 2 == 0, 0, 50).int()
+            arguments["logprobs"] = False
+            kernel = verify_chain(**to(arguments, "cuda"))
+            assert_same(kernel, verify_chain(**arguments))
