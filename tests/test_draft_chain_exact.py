@@ -48,19 +48,6 @@ def test_many_rows(batch, restarts, dtype, portable):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
-@pytest.mark.parametrize("restarts", [0, 1, ALL])
-@pytest.mark.parametrize("batch, rank", [(1, 256), (7, 96), (20, 256), (33, 160)])
-def test_a_large_vocabulary(batch, rank, restarts, portable):
-    """The certificate's ring of rows goes around many times, the dense steps' blocks likewise."""
-    shape = {"H": 128, "G": 64, "R": rank, "V": 100_003}
-    block = planted_block(shape, batch, 6, "cuda", restarts=restarts)
-    block = block._replace(weights=block.weights.with_table())
-    for _ in range(3):
-        assert torch.equal(draft(block, portable=portable).tokens, block.planted)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("restarts", [0, 1, ALL])
 def test_the_portable_form_has_the_same_bits(restarts):
     block = make(9, restarts, "cuda")
