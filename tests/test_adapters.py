@@ -5,6 +5,9 @@ adapter has to write the same as it does, element by element; where they do, bot
 the rule's law.
 """
 
+import functools
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -370,7 +373,10 @@ def test_transformers_law_and_shapes(device):
         logits.to(device),
     )
     runs = 3000
-    for function in (transformers.speculative_sampling, _speculative_sampling):
+    theirs = _speculative_sampling
+    if "is_done_candidate" in inspect.signature(theirs).parameters:  # up to 5.17
+        theirs = functools.partial(theirs, is_done_candidate=False)
+    for function in (transformers.speculative_sampling, theirs):
         torch.manual_seed(0)
         got = []
         for _ in range(runs):
@@ -383,6 +389,20 @@ def test_transformers_law_and_shapes(device):
     first = transformers.speculative_sampling(*arguments)[0]
     torch.manual_seed(1)
     assert torch.equal(first, transformers.speculative_sampling(*arguments)[0])
+
+
+def test_transformers_ends_with_the_drafts_that_end_the_text(device):
+    drafts, vocab = torch.tensor([[5, 3, 1]], device=device), 6
+    logits = torch.full((1, 3, vocab), -torch.inf, device=device)
+    logits[0, 0, 3] = logits[0, 1, 1] = logits[0, 2, 4] = 0.0  # accepts both, then says 4
+    arguments = drafts, torch.zeros(1, 2, vocab, device=device), 2, logits
+    for done, tokens, count in ((False, [3, 1, 4], 2), (True, [3, 1], 1)):
+        got, matches = transformers.speculative_sampling(*arguments, done)
+        assert got.tolist() == [tokens] and int(matches) == count
+    logits[0, 1] = torch.arange(vocab, device=device) == 2  # a rejection: the end is not there
+    logits[0, 1].log_()
+    got, matches = transformers.speculative_sampling(*arguments, True)
+    assert got.tolist() == [[3, 2]] and int(matches) == 1
 
 
 def test_transformers_refuses_what_is_not_lossless(device):

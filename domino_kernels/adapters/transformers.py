@@ -11,6 +11,7 @@ def speculative_sampling(
     candidate_logits,
     candidate_length,
     new_logits,
+    is_done_candidate=False,
     assistant_ensemble_weight=None,
 ):
     """Assisted generation's accept step; replaces the function of that module.
@@ -22,6 +23,8 @@ def speculative_sampling(
         candidate_input_ids: [1, T + candidate_length], the last candidate_length are the drafts.
         candidate_logits: [1, candidate_length, V], processed; the law that was sampled from.
         new_logits: [1, candidate_length + 1, V], processed by the target's own processors.
+        is_done_candidate: the drafts end the text (up to 5.17 the function is told): where all are
+            accepted nothing follows the last one, which counts as the token behind the matches.
         assistant_ensemble_weight: only None or 1: other weights change the output's law.
 
     Returns:
@@ -55,4 +58,6 @@ def speculative_sampling(
             "no law, expected finite logits"
         )
     matches = result.num_accepted[0].long()
+    if is_done_candidate:
+        matches = matches.clamp(max=candidate_length - 1)
     return result.tokens[:, : int(matches) + 1], matches

@@ -71,7 +71,15 @@ def own_text(model, prompt, count):
 
 
 def assert_own_text(target, prompts, got, want):
-    """Equal, or first different where the target's own two best logits are within 1e-4."""
+    """Equal, or first different where the target's own two best logits are within 1e-4.
+
+    In 16 bits rounding moves logits by more: there each text is judged by itself, token by token.
+    """
+    if target.model.dtype != torch.float32:
+        reports = [greedy_report(target, prompt, g) for prompt, g in zip(prompts, got)]
+        assert [len(g) for g in got] == [len(w) for w in want]
+        assert not any(report.violations for report in reports), [*map(str, reports)]
+        return
     ties = 0
     for prompt, g, w in zip(prompts, got, want):
         assert len(g) == len(w)
