@@ -84,7 +84,7 @@ SPILLS = {
     "draft_chain_certify": 12,
     "draft_chain_finish": 208,
     "draft_chain_team": 12,  # the general form
-    "verify_chain": 12,  # the walk of the block rule
+    "verify_chain": 24,  # the walk of the block rule
     "verify_tree": 40,  # the last launch for bf16, which has 80 registers to fit beside the first
     "verify_cut": 8,  # outside its loops
 }
