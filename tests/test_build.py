@@ -81,8 +81,7 @@ def nvcc():
 SPILLS = {
     "accepted_path": 4,
     "draft_chain_block": 520,  # the general form of 16 warps without a table
-    "draft_chain_certify": 12,
-    "draft_chain_finish": 208,
+    "draft_chain_finish": 100,
     "draft_chain_team": 12,  # the general form
     "verify_chain": 24,  # the walk of the block rule
     "verify_tree": 40,  # the last launch for bf16, which has 80 registers to fit beside the first

@@ -48,6 +48,31 @@ def test_many_rows(batch, restarts, dtype, portable):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+@pytest.mark.parametrize("batch, rank", [(1, 256), (7, 96), (20, 256), (33, 160), (64, 256)])
+def test_a_large_vocabulary(batch, rank, restarts, portable):
+    """The certificate's ring of rows goes around many times, the dense steps' blocks likewise.
+
+    The last: three stages, and a W2 that only a part of fits in L2, so that its rows come in any
+    order; a restart is then judged by warpgroups that take turns.
+    """
+    shape = {"H": 128, "G": 64, "R": rank, "V": 100_003 if batch < 64 else 151_936}
+    block = planted_block(shape, batch, 6, "cuda", restarts=restarts)
+    block = block._replace(weights=block.weights.with_table())
+    for _ in range(3 if batch < 64 else 10):
+        assert torch.equal(draft(block, portable=portable).tokens, block.planted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("batch", [3, 20])
+def test_a_restart_with_a_pool_for_each_slot(batch, portable):
+    block = make(batch, 1, "cuda")
+    assert torch.equal(draft(block, pool="slot", portable=portable).tokens, block.planted)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("restarts", [0, 1, ALL])
 def test_the_portable_form_has_the_same_bits(restarts):
     block = make(9, restarts, "cuda")

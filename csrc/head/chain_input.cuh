@@ -365,7 +365,7 @@ class InputServer {
     const auto start_of = [&](int row) -> int {
       const int64_t b = p.row0 + row;
       if (row >= rows) return drafts;
-      if (p.restart) return p.first[b];
+      if (p.restart) return min(p.first_of(1)[b], drafts);
       return p.num_active == nullptr || b < *p.num_active ? 0 : drafts;
     };
     const int begin = __reduce_min_sync(kFullMask, start_of(lane));

@@ -133,6 +133,34 @@ __device__ __forceinline__ float base_at(const DraftChainParams& p, int64_t b, i
   return base.value<kAnyType>(p, id);
 }
 
+// What a certificate found in row b becomes part of the draft, before `round` goes on from there.
+__device__ __forceinline__ void take_restart(const ChainBlockParams& p, int round, int64_t b) {
+  const int first = p.first_of(round)[b];
+  if (first == p.row_done()) return;
+  const int64_t at = b * p.drafts + first - 1;
+  p.tokens[at] = key_id(p.keys[at]);
+  p.scores[at] = key_value(p.keys[at]);
+  if (p.restarts) ++p.restarts[b];
+}
+
+// The draft that a launch of the chain begins row b with. One thread of a row writes: where the
+// rounds to come begin, or what this one takes up.
+__device__ __forceinline__ int begin_row(const ChainBlockParams& p, bool restart, int64_t b,
+                                         bool writes) {
+  const int drafts = static_cast<int>(p.drafts);
+  if (restart) {
+    if (writes) take_restart(p, 1, b);
+    return min(p.first_of(1)[b], drafts);
+  }
+  const bool active = p.num_active == nullptr || b < *p.num_active;
+  if (writes) {
+    p.first_of(0)[b] = active ? min(static_cast<int>(p.prefix), drafts) : p.row_done();
+    p.first_of(1)[b] = p.first_of(2)[b] = p.row_done();
+    if (p.restarts && active) p.restarts[b] = 0;
+  }
+  return active ? 0 : drafts;
+}
+
 // The sum over a warp's MMAs with its part of the state.
 template <int kSteps>
 __device__ __forceinline__ float sum_of_steps(const float (&sums)[kSteps][4], int element) {

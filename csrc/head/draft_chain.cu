@@ -8,11 +8,6 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
-struct Device {
-  int processors = 0;
-  int major = 0;  // compute capability
-};
-
 bool fits_mma(const DraftChainParams& p) {
   const auto rows = [](const void* pointer, int64_t length) {
     return is_aligned(pointer, 16) && length % 8 == 0;
@@ -25,7 +20,7 @@ bool fits_mma(const DraftChainParams& p) {
 
 // kWide: more than 8 batch rows, so that the weights are read once for several tiles of them.
 template <class T, class Base, bool kMma, bool kWide>
-int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
+int launch(const DraftChainArgs& p, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kTiles = kWide ? 2 : 1, kScoreTiles = kWide ? 4 : 1;
   const int64_t corrected = p.corrected();
   const auto tiles = [](int64_t columns, int count) -> unsigned {
@@ -70,14 +65,8 @@ int launch(const DraftChainArgs& p, const Device& device, cudaStream_t stream) {
 
 template <class T, class Base>
 int launch(const DraftChainParams& p, cudaStream_t stream) {
-  int index = 0;
-  Device device;
-  cudaError_t error = cudaGetDevice(&index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, index);
-  if (error != cudaSuccess) return error;
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   const DraftChainArgs args(p);
   if constexpr (!std::is_same_v<T, float>) {
     if (fits_mma(p) && p.batch > kTileColumns)
@@ -104,12 +93,12 @@ int launch_block_form(const DraftChainParams& params, void* stream) {
     return status;
   };
   const auto chain = [&](bool restart) { return draft_chain_block_cuda(p, restart, stream); };
-  const auto certify = [&](bool restart) {
-    return p.exact ? draft_chain_certify_cuda(p, restart, stream) : kOk;
+  const auto certify = [&](int round) {
+    return p.exact ? draft_chain_certify_cuda(p, round, stream) : kOk;
   };
   return all([&] { return draft_chain_pool_cuda(p, stream); }, [&] { return chain(false); },
-             [&] { return certify(false); }, [&] { return p.exact ? chain(true) : kOk; },
-             [&] { return certify(true); },
+             [&] { return certify(0); }, [&] { return p.exact ? chain(true) : kOk; },
+             [&] { return certify(1); },
              [&] { return p.exact ? draft_chain_finish_cuda(p, stream) : kOk; },
              [&] { return draft_chain_rescue_cuda(p, false, stream); },
              [&] { return p.temperature ? draft_chain_law_cuda(p, stream) : kOk; });

@@ -108,15 +108,16 @@ struct DraftChainWorkspace {
 //                        whole vocabulary's argmax), tile_max (exact)
 //   draft_chain_block    the chain on the pools: keys, tokens, scores of the drafts >= prefix,
 //                        tokens and scores of the others from keys, low_rank and states (exact),
-//                        first[b] = prefix (drafts where row b is not active), restarts[b] = 0
-//   draft_chain_certify  exact: checks drafts first[b].. against the whole vocabulary with
-//                        low_rank; at the first that differs puts the true winner into keys,
-//                        tokens, scores, first[b] = that draft + 1, ++restarts[b]; otherwise
-//                        first[b] = drafts
-//   draft_chain_block    restart: rows with first[b] < drafts, on from states[b, first[b] - 1] and
-//                        keys[b, first[b] - 1] (draft j runs S_j from S_{j-1} and y_j)
-//   draft_chain_certify  once more, for those rows
-//   draft_chain_finish   exact: rows that are still pending, a pass over W2 a draft
+//                        first[0, b] = prefix (row_done() where row b is not active), first[1, b]
+//                        = first[2, b] = row_done(), restarts[b] = 0
+//   draft_chain_certify  exact, round 0: checks drafts first[0, b].. against the whole vocabulary
+//                        with low_rank. Where an id beats the winner of draft j it becomes keys[b,
+//                        j], and first[1, b] falls to j + 1; otherwise nothing is written
+//   draft_chain_block    round 1: rows with first[1, b] = f < row_done(): tokens and scores of
+//                        draft f - 1 from keys, ++restarts[b]; then on from states[b, f - 1] and
+//                        that token (draft j runs S_j from S_{j-1} and y_j)
+//   draft_chain_certify  round 1: drafts first[1, b].. of those rows; first[2, b]
+//   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a draft
 //   draft_chain_rescue   where control->aborted is set, which every launch before leaves at once:
 //   the
 //                        whole draft of all rows, one block a row
@@ -132,12 +133,11 @@ struct DraftChainWorkspace {
 struct ChainControl {
   uint32_t epoch;  // of the next draft_chain_block launch: a multiple of kEpochStride, wraps around
   uint32_t left;   // blocks that have left the launch; the last one moves epoch on
-  uint32_t aborted;    // not 0: draft_chain_block gave up waiting for one of its blocks
-  uint32_t mute;       // for tests: 1 + a block of draft_chain_block that stays silent; 0: none
-  uint32_t certified;  // blocks that have finished the running draft_chain_certify launch
-  uint32_t arrived;    // at the barriers of the running draft_chain_finish launch, all together
-  uint32_t searched;   // blocks of the running draft_chain_pool launch that have found winners
-  uint32_t unused[25];
+  uint32_t aborted;   // not 0: draft_chain_block gave up waiting for one of its blocks
+  uint32_t mute;      // for tests: 1 + a block of draft_chain_block that stays silent; 0: none
+  uint32_t arrived;   // at the barriers of the running draft_chain_finish launch, all together
+  uint32_t searched;  // blocks of the running draft_chain_pool launch that have found winners
+  uint32_t unused[26];
 };
 constexpr uint32_t kEpochStride = 32;
 
@@ -147,11 +147,12 @@ constexpr int kKeyBytes = 64 * 32 * 8;
 
 constexpr int kPoolTile = 128;    // ids of a tile of tile_max
 constexpr int kMaxKeyParts = 16;  // of a row of base logits whose winner is looked for
+constexpr int kRounds = 3;        // the chain, its restart, the dense steps
 
 struct ChainBlockParams : DraftChainParams {
   // the plan's memory, at the offsets of ChainBlockWorkspace
   ChainControl* control;
-  int32_t* first;       // [batch]: first draft that is not yet certified; drafts: row is done
+  int32_t* first;       // [kRounds, batch]: where a round begins; see first_of()
   uint64_t* keys;       // [batch, drafts]: argmax_key of y_{j+1}
   int32_t* pool;        // [batch, pools, pool_size]: ids, by groups (chain_pool.h)
   float* from_hidden;   // [batch, corrected, rank]: W1h H
@@ -162,6 +163,9 @@ struct ChainBlockParams : DraftChainParams {
   void* exchange;       // words that the blocks pass to each other (chain_exchange.cuh)
 
   DOMINO_HD int64_t corrected() const { return drafts > prefix ? drafts - prefix : 0; }
+  // [batch]: the draft that a round begins with. drafts: nothing to draft, but the last id is new.
+  DOMINO_HD int32_t* first_of(int round) const { return first + round * batch; }
+  DOMINO_HD int32_t row_done() const { return static_cast<int32_t>(drafts) + 1; }
 };
 
 // base_logits[b, slot, v] as drafts are scored from it: with the bias, -inf where v is not allowed.
@@ -189,7 +193,7 @@ struct ChainBlockWorkspace {
     control = 0;
     exchange = padded(sizeof(ChainControl));
     bytes = kept_bytes(p.units, p.rank);
-    first = take(p.batch * 4);
+    first = take(kRounds * p.batch * 4);
     keys = take(p.batch * p.drafts * 8);
     pool = take(p.batch * p.pools * p.pool_size * 4);
     from_hidden = take(rows * p.rank * 4);
@@ -233,8 +237,8 @@ int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);
 int draft_chain_block_cuda(const ChainBlockParams& p, bool restart, void* stream);
 // The same where it suits the team form (draft_chain_team.cuh); otherwise not *done, and nothing.
 int draft_chain_team_cuda(const ChainBlockParams& p, bool restart, bool* done, void* stream);
-int draft_chain_certify_cuda(const ChainBlockParams& p, bool restart, void* stream);
-// Exact drafts from first[b] on for the rows where first[b] < drafts, a pass over W2 each.
+int draft_chain_certify_cuda(const ChainBlockParams& p, int round, void* stream);
+// Exact drafts of the rows of round 2, a pass over W2 each.
 int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);
 // The whole draft by single blocks: always, or where control->aborted.
 int draft_chain_rescue_cuda(const ChainBlockParams& p, bool always, void* stream);

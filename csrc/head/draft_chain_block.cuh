@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   if (p.restart) {  // nothing to do in any group: leave all as it is
     previous_launch_done();
     const int64_t b = p.row0 + threadIdx.x;
-    const bool pending =
-        threadIdx.x < p.chain_blocks / kGroup * p.group_rows && b < p.batch && p.first[b] < drafts;
+    const bool pending = threadIdx.x < p.chain_blocks / kGroup * p.group_rows && b < p.batch &&
+                         p.first_of(1)[b] < p.row_done();
     if (!__syncthreads_or(pending)) return;
   }
   if constexpr (!kTable) {
@@ -108,15 +108,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   exchange.clear_other(blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
   if (threadIdx.x < 32) {
     int first = drafts;
-    if (threadIdx.x < rows) {
-      const int64_t b = first_row + threadIdx.x;
-      const bool active = p.num_active == nullptr || b < *p.num_active;
-      first = p.restart ? p.first[b] : active ? 0 : drafts;
-      if (!p.restart && block == 0) {
-        p.first[b] = active ? min(prefix, drafts) : drafts;
-        if (p.restarts && active) p.restarts[b] = 0;
-      }
-    }
+    if (threadIdx.x < rows) first = begin_row(p, p.restart, first_row + threadIdx.x, block == 0);
     start[threadIdx.x] = first;
   }
   const bool leave =
@@ -152,7 +144,8 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const int scored_from = draws ? 0 : prefix;  // drafts before it are known
   if (run) {
     load_ids(max(begin, scored_from));
-    if (!slot_pools) load_ids(max(begin, scored_from) + 1);
+    // the other place: of the next draft, or, after a restart, of the one that prepare() begins with
+    load_ids(slot_pools ? max(begin - 1, scored_from) : max(begin, scored_from) + 1);
     __syncthreads();
     if (resident) {
       load_rows(max(begin, scored_from));

@@ -6,73 +6,86 @@ namespace domino {
 
 namespace {
 
-constexpr int64_t kWideFrom = 32;              // columns
-constexpr int64_t kCertifyMemory = 224 << 10;  // bytes of shared memory of a processor
+constexpr int64_t kMemory = 226 << 10;  // bytes of shared memory of a processor that blocks may use
 
-// blocks: of a processor. stages: bytes for the rows on their way. Columns of a block: all, or
-// equal parts of them where they do not fit.
-template <class Tile>
-int launch(void (*kernel)(ChainBlockParams, int, bool), const ChainBlockParams& p, int64_t unit,
-           int64_t stages, int blocks, int processors, bool overlap, bool early,
-           cudaStream_t stream) {
-  // columns, and (wide) four limits for each
-  const int64_t of_unit = sizeof(Tile) + unit * (sizeof(CertifyColumn) + 4 * sizeof(float));
-  const int64_t fixed = stages + p.batch * sizeof(int);
-  const int64_t units = ceil_div(p.batch * p.corrected(), unit);
-  const int64_t fit = (kCertifyMemory / blocks - fixed) / of_unit;
-  if (fit < 1) return kBadArgument;
-  const int64_t tiles = ceil_div(units, ceil_div(units, fit));
-  const int64_t bytes = fixed + tiles * of_unit;
+template <class... Args>
+int launch(void (*kernel)(ChainBlockParams, Args...), const ChainBlockParams& p, LaunchShape shape,
+           cudaStream_t stream, const Args&... args) {
   const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
   if (error != cudaSuccess) return error;
-  LaunchShape shape{dim3(blocks * processors), kCertifyThreads, static_cast<size_t>(bytes)};
-  shape.overlap = overlap;
-  launch_kernel(shape, stream, kernel, p, static_cast<int>(tiles * unit), early);
+  launch_kernel(shape, stream, kernel, p, args...);
   return launched();
+}
+
+// Columns come in units; a block has all of them, or a part where they do not fit: equal parts.
+int64_t units_of_block(int64_t units, int64_t fit) { return ceil_div(units, ceil_div(units, fit)); }
+
+template <class T, int kChain>
+int launch_wide(const ChainBlockParams& p, int round, int processors, cudaStream_t stream) {
+  const int64_t units = ceil_div<int64_t>(p.batch * p.corrected(), kWgmmaColumns);
+  const int most = static_cast<int>(units_of_block(units, kMostWideTiles)) * kWgmmaColumns;
+  if (units * kWgmmaColumns > static_cast<int64_t>(most) * processors) return kBadArgument;
+  constexpr int kAlign = 1024;
+  int stages = kMaxStages;
+  while (WideMemory(p.rank, p.batch, most, stages).bytes + kAlign > kMemory)
+    if (--stages < 2) return kBadArgument;
+  CUtensorMap map;
+  if (const int status = make_tile_map(&map, p.w2, p.dtype, p.vocab, p.rank, kWgmmaRows);
+      status != kOk)
+    return status;
+  LaunchShape shape{dim3(processors), kWideThreads};
+  shape.shared = WideMemory(p.rank, p.batch, most, stages).bytes + kAlign;
+  shape.overlap = true;
+  return launch(chain_certify_wide<T, kChain>, p, shape, stream, map, round, most, stages);
+}
+
+// blocks: of a processor
+template <class T, int kRowTiles, int kRank>
+int launch_portable(const ChainBlockParams& p, int round, const DeviceInfo& device, int blocks,
+                    bool overlap, cudaStream_t stream) {
+  const int64_t of_unit = sizeof(CertifyTile) + kTileColumns * sizeof(CertifyColumn);
+  const int64_t fixed =
+      kCertifyWarps * sizeof(typename CertifyRows<T, kRowTiles, 0>::Stage) + p.batch * sizeof(int);
+  const int64_t memory = std::min<int64_t>(kMemory / blocks, device.shared_memory);
+  const int64_t fit = (memory - fixed) / of_unit;
+  if (fit < 1) return kBadArgument;
+  const int64_t units = ceil_div<int64_t>(p.batch * p.corrected(), kTileColumns);
+  const int64_t tiles = units_of_block(units, fit);
+  if (units > tiles * blocks * device.processors) return kBadArgument;
+  LaunchShape shape{dim3(blocks * device.processors), kCertifyThreads};
+  shape.shared = fixed + tiles * of_unit;
+  shape.overlap = overlap;
+  return launch(chain_certify<T, kRowTiles, kRank>, p, shape, stream, round,
+                static_cast<int>(tiles) * kTileColumns);
+}
+
+template <class T>
+int launch(const ChainBlockParams& p, int round, cudaStream_t stream) {
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
+  const bool overlap = device.major >= 9 && !p.portable;
+  if (overlap && device.major == 9) {
+    constexpr decltype(&launch_wide<T, 1>) kLaunch[] = {launch_wide<T, 1>, launch_wide<T, 2>,
+                                                        launch_wide<T, 3>, launch_wide<T, 4>};
+    return kLaunch[ceil_div<int64_t>(p.rank, 64) - 1](p, round, device.processors, stream);
+  }
+  const auto run = [&](auto known) {
+    constexpr int kRank = decltype(known)::value;
+    return p.batch * p.corrected() > 4 * kTileColumns
+               ? launch_portable<T, 2, kRank>(p, round, device, 1, overlap, stream)
+               : launch_portable<T, 1, kRank>(p, round, device, 2, overlap, stream);
+  };
+  return p.rank == 256 ? run(std::integral_constant<int, 256>{})
+                       : run(std::integral_constant<int, 0>{});
 }
 
 }  // namespace
 
-int draft_chain_certify_cuda(const ChainBlockParams& p, bool restart, void* stream) {
-  const int64_t columns = p.batch * p.corrected();
-  if (columns == 0) return kOk;
-  int index = 0, processors = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-  if (error != cudaSuccess) return error;
-  return dispatch_dtype(p.dtype, [&](auto tag) {
-    using T = decltype(tag);
-    const auto run = [&](auto base) {
-      using Base = decltype(base);
-      const bool overlap = major >= 9 && !p.portable;
-      const auto run_rank = [&](auto known) {
-        constexpr int kRank = decltype(known)::value;
-        constexpr int64_t kStage = kCertifyWarps * sizeof(typename CertifyRows<T, 1, 0>::Stage);
-        const auto go = [&](auto kernel, auto tile, int64_t unit, int64_t stages, int blocks) {
-          return launch<decltype(tile)>(kernel, p, unit, stages, blocks, processors, overlap,
-                                        !restart, as_stream(stream));
-        };
-        if (overlap && major == 9 && columns > kWideFrom)
-          return go(chain_certify_wide<T, Base, kRank>, WideTile{}, kWgmmaColumns, kStage, 1);
-        if (columns > 4 * kTileColumns)
-          return go(chain_certify<T, Base, 2, kRank>, CertifyTile{}, kTileColumns, 2 * kStage, 1);
-        return go(chain_certify<T, Base, 1, kRank>, CertifyTile{}, kTileColumns, kStage, 2);
-      };
-      if (p.rank == 256) return run_rank(std::integral_constant<int, 256>{});
-      return run_rank(std::integral_constant<int, 0>{});
-    };
-    if constexpr (std::is_same_v<T, float>) {
-      return static_cast<int>(kBadDtype);
-    } else {
-      if (p.base_dtype == p.dtype) return run(T{});
-      if (p.base_dtype == DType::kF32) return run(float{});
-      return static_cast<int>(kBadDtype);
-    }
-  });
+int draft_chain_certify_cuda(const ChainBlockParams& p, int round, void* stream) {
+  if (p.batch * p.corrected() == 0) return kOk;
+  return p.dtype == DType::kBF16 ? launch<bf16>(p, round, as_stream(stream))
+                                 : launch<f16>(p, round, as_stream(stream));
 }
 
 }  // namespace domino

@@ -15,10 +15,9 @@
 // cores from there on.
 #pragma once
 
-#include "common/argmax_key.h"
 #include "common/copy_async.cuh"
 #include "common/row_tile.cuh"
-#include "head/draft_chain.h"
+#include "head/chain_math.cuh"
 
 namespace domino {
 
@@ -61,6 +60,7 @@ __device__ __forceinline__ void fill_columns(CertifyTile* u, int tiles, ScoreSte
 
 struct CertifyColumn {
   float winner;  // the score to reach; +inf: nothing to check
+  int id;        // of the winner; -1: nothing to check
   int key;       // b * drafts + draft
   int index;     // b * corrected + draft - prefix
 };
@@ -154,125 +154,103 @@ struct CertifyRows {
   }
 };
 
-// The rows of the batch that are not certified. All threads call.
+// The rows of the batch that a round has drafts of to look at. All threads call.
 template <int kThreads>
 struct PendingRows {
-  int* list;  // [batch], shared memory
+  const int* list;  // [batch], shared memory; null: all up to `count`
   int count;
 
-  __device__ PendingRows(const ChainBlockParams& p, int* list, int* slots) : list(list) {
-    int before = 0;
+  __device__ PendingRows(const ChainBlockParams& p, int round, int* memory, int* slots)
+      : list(round == 0 ? nullptr : memory), count(0) {
+    if (round == 0) {  // nothing to wait for
+      count =
+          static_cast<int>(p.num_active ? min(p.batch, int64_t{max(*p.num_active, 0)}) : p.batch);
+      return;
+    }
     for (int64_t first = 0; first < p.batch; first += kThreads) {
       const int64_t b = first + threadIdx.x;
-      const bool pending = b < p.batch && p.first[b] < p.drafts;
+      const bool pending = b < p.batch && p.first_of(round)[b] < p.row_done();
       const unsigned votes = __ballot_sync(kFullMask, pending);
       if (lane_id() == 0) slots[warp_id()] = __popc(votes);
       __syncthreads();
-      int at = before + __popc(votes & ((1u << lane_id()) - 1));
+      int at = count + __popc(votes & ((1u << lane_id()) - 1));
       for (int warp = 0; warp < kThreads / kWarpSize; ++warp) {
         if (warp < warp_id()) at += slots[warp];
-        before += slots[warp];
+        count += slots[warp];
       }
-      if (pending) list[at] = static_cast<int>(b);
+      if (pending) memory[at] = static_cast<int>(b);
       __syncthreads();
     }
-    count = before;
   }
 };
 
-// What a block works on: its part of the columns, in shared memory, and its turn in W2's rows.
+// What a block works on: a part of the columns, and its turn in W2's rows. Parts have whole tiles
+// of kUnit columns, as equal as may be, `most` columns at most, and blocks by their tiles.
 struct CertifyShare {
-  int parts, part, columns, tiles;  // tiles of kUnit columns
-  int turn, turns;                  // of the blocks of this part, in groups of W2 rows
+  int first, columns, tiles;
+  int turn, turns;  // of the blocks of this part, in groups of W2 rows
+
+  __device__ __forceinline__ CertifyShare(int all, int unit, int most) {
+    const int units = ceil_div(all, unit), of_part = ceil_div(units, ceil_div(units, most / unit));
+    const int blocks = gridDim.x;
+    const auto end_of = [&](int part) { return min(units, (part + 1) * of_part); };
+    int part = 0;
+    while (blocks * end_of(part) / units <= static_cast<int>(blockIdx.x)) ++part;
+    const int begin = blocks * part * of_part / units;
+    first = part * of_part * unit;
+    tiles = end_of(part) - part * of_part;
+    columns = min(all - first, tiles * unit);
+    turns = blocks * end_of(part) / units - begin;
+    turn = blockIdx.x - begin;
+  }
 };
 
-// Fills `columns` with this block's part; there are `most` of them at most. All threads call.
-template <int kUnit>
-__device__ __forceinline__ CertifyShare certify_share(const ChainBlockParams& p,
-                                                      const PendingRows<kCertifyThreads>& pending,
-                                                      int most, CertifyColumn* columns) {
-  const int corrected = static_cast<int>(p.corrected()), all = pending.count * corrected;
-  CertifyShare share;
-  share.parts = ceil_div(all, most);
-  share.part = blockIdx.x % share.parts;
-  const int per_part = round_up(ceil_div(all, share.parts), kUnit);
-  const int first = share.part * per_part;
-  share.columns = max(0, min(all - first, per_part));
-  share.tiles = ceil_div(share.columns, kUnit);
-  share.turns = ceil_div<int>(gridDim.x - share.part, share.parts);
-  share.turn = blockIdx.x / share.parts;
-  for (int n = threadIdx.x; n < share.tiles * kUnit; n += kCertifyThreads) {
-    CertifyColumn column{INFINITY, 0, 0};
-    if (n < share.columns) {
-      const int b = pending.list[(first + n) / corrected], c = (first + n) % corrected;
-      column.key = b * static_cast<int>(p.drafts) + static_cast<int>(p.prefix) + c;
-      column.index = b * corrected + c;
-      if (p.prefix + c >= p.first[b]) column.winner = key_value(p.keys[column.key]);
-    }
-    columns[n] = column;
+// Column n of those pending: b * corrected + draft - prefix.
+template <class Pending>
+__device__ __forceinline__ int pending_column(const Pending& pending, int n, int corrected) {
+  return pending.list ? pending.list[n / corrected] * corrected + n % corrected : n;
+}
+
+template <class Pending>
+__device__ __forceinline__ CertifyColumn certify_column(const ChainBlockParams& p, int round,
+                                                        const Pending& pending, int n) {
+  const int corrected = static_cast<int>(p.corrected());
+  const int index = pending_column(pending, n, corrected), b = index / corrected;
+  const int draft = static_cast<int>(p.prefix) + index - b * corrected;
+  CertifyColumn column{INFINITY, -1, b * static_cast<int>(p.drafts) + draft, index};
+  const uint64_t key = p.keys[column.key];
+  if (draft >= p.first_of(round)[b]) {
+    column.winner = key_value(key);
+    column.id = static_cast<int>(key_id(key));
   }
-  __syncthreads();
-  return share;
+  return column;
 }
 
 // Scores id `row` (and row + 8, ..: sums[i] belongs to row + 8i) for a column that passed the
-// screen.
-template <class Base, int kRows>
-__device__ __noinline__ void certify_ids(const ChainBlockParams& p, const CertifyColumn& column,
-                                         int row, const float (&sums)[kRows]) {
-  if (column.winner == INFINITY) return;  // nothing to check
-  const int64_t b = column.index / p.corrected();
-  const int64_t slot = p.first_slot + column.key - b * p.drafts;
-  const Base* base =
-      static_cast<const Base*>(p.base_logits) + b * p.base_batch_stride + slot * p.base_slot_stride;
+// screen. An id that beats the winner takes its place, and the row starts again behind that draft.
+template <int kRows>
+__device__ __noinline__ void certify_ids(const ChainBlockParams& p, int round,
+                                         const CertifyColumn& column, int row,
+                                         const float (&sums)[kRows]) {
+  if (column.id < 0) return;
+  const int64_t b = column.index / p.corrected(), draft = column.key - b * p.drafts;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int64_t v = row + 8 * i;
-    if (v >= p.vocab) continue;
-    const float score = adjusted_base(p, base, b, v) + sums[i];
-    if (!(score < column.winner))  // also over a winner that is NaN
-      atomicMax(reinterpret_cast<unsigned long long*>(p.keys) + column.key,
-                static_cast<unsigned long long>(argmax_key(score, static_cast<uint32_t>(v))));
+    const int v = row + 8 * i;
+    if (v >= p.vocab || v == column.id) continue;
+    const float score = base_at(p, b, draft, v) + sums[i];
+    if (score < column.winner) continue;  // not so where the winner is NaN
+    const unsigned long long key = argmax_key(score, v);
+    if (atomicMax(reinterpret_cast<unsigned long long*>(p.keys) + column.key, key) < key)
+      atomicMin(p.first_of(round + 1) + b, static_cast<int>(draft) + 1);
   }
 }
 
-// What the correction of an id must reach for its score to reach `winner` where base logits are at
-// most `tile_max`: score = fl(base + correction). Lowered by more than the two roundings.
-__device__ __forceinline__ float certify_limit(float winner, float tile_max) {
-  return winner - tile_max - (fabsf(winner) + fabsf(tile_max)) * 0x1p-22f;
-}
-
-// The last block to come here compares: the first draft of a row whose winner another id took.
-__device__ __forceinline__ void certify_finish(const ChainBlockParams& p,
-                                               const PendingRows<kCertifyThreads>& pending) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicInc(&p.control->certified, gridDim.x - 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int i = threadIdx.x; i < pending.count; i += kCertifyThreads) {
-    const int64_t b = pending.list[i];
-    int64_t j = p.first[b];
-    for (; j < p.drafts; ++j) {
-      const uint64_t key = __ldcg(reinterpret_cast<unsigned long long*>(p.keys) + b * p.drafts + j);
-      if (key_id(key) == p.tokens[b * p.drafts + j]) continue;
-      p.tokens[b * p.drafts + j] = key_id(key);
-      p.scores[b * p.drafts + j] = key_value(key);
-      if (p.restarts) ++p.restarts[b];
-      ++j;
-      break;
-    }
-    p.first[b] = static_cast<int32_t>(j);
-  }
-}
-
-// Grid: any number of blocks. most: columns that a block's shared memory holds. early: rows are
-// surely pending, so W2 is fetched while the launch before still runs.
-template <class T, class Base, int kRowTiles, int kRank>
+// Grid: any number of blocks. round: of p.first_of(). most: columns that a block's shared memory
+// holds.
+template <class T, int kRowTiles, int kRank>
 __global__ void __launch_bounds__(kCertifyThreads, kRowTiles == 1 ? 2 : 1)
-    chain_certify(const __grid_constant__ ChainBlockParams p, int most, bool early) {
+    chain_certify(const __grid_constant__ ChainBlockParams p, int round, int most) {
   extern __shared__ uint4 memory[];
   __shared__ int slots[kCertifyWarps];
   using Rows = CertifyRows<T, kRowTiles, kRank>;
@@ -289,27 +267,30 @@ __global__ void __launch_bounds__(kCertifyThreads, kRowTiles == 1 ? 2 : 1)
   Rows rows;
 
   // Weights do not depend on the launch before: this block's rows are on their way while it ends.
-  early &= all_columns <= most;  // one part: every block knows its rows
-  if (early) {
-    int group = blockIdx.x * kCertifyWarps + warp_id();
-    early = group < groups;
-    if (early) Rows::fetch(stage, w2, group * Rows::kRows, vocab, steps);
-  }
+  // One part: every block knows its rows; and in the first round there is surely something to do.
+  int group = blockIdx.x * kCertifyWarps + warp_id();
+  const bool early = round == 0 && all_columns <= most && group < groups;
+  if (early) Rows::fetch(stage, w2, group * Rows::kRows, vocab, steps);
   previous_launch_done();
-  const uint32_t aborted = p.control->aborted;
-  const PendingRows<kCertifyThreads> pending(p, list, slots);
-  if (aborted || pending.count == 0) {
+  // Where the launch in front has given up, this one's work is in vain, and does no harm.
+  const PendingRows<kCertifyThreads> pending(p, round, list, slots);
+  if (pending.count == 0) {
     copy_async_wait<0>();
     return;
   }
-  const CertifyShare share = certify_share<kTileColumns>(p, pending, most, columns);
+  const int corrected = static_cast<int>(p.corrected());
+  const CertifyShare share(pending.count * corrected, kTileColumns, most);
+  for (int n = threadIdx.x; n < share.tiles * kTileColumns; n += kCertifyThreads)
+    columns[n] = n < share.columns ? certify_column(p, round, pending, share.first + n)
+                                   : CertifyColumn{INFINITY, -1, 0, 0};
   // Neighbouring blocks take neighbouring rows: what is read at one time stands in one place.
-  int group = share.turn * kCertifyWarps + warp_id();
+  group = share.turn * kCertifyWarps + warp_id();
   const int step = share.turns * kCertifyWarps;
   if (!early && group < groups) Rows::fetch(stage, w2, group * Rows::kRows, vocab, steps);
   fill_columns(u, share.tiles, steps, [&](int n) -> const T* {
     if (n >= share.columns) return nullptr;
-    return static_cast<const T*>(p.low_rank) + static_cast<int64_t>(columns[n].index) * p.rank;
+    return static_cast<const T*>(p.low_rank) +
+           static_cast<int64_t>(pending_column(pending, share.first + n, corrected)) * p.rank;
   });
   copy_async_wait<0>();
   __syncthreads();
@@ -331,12 +312,11 @@ __global__ void __launch_bounds__(kCertifyThreads, kRowTiles == 1 ? 2 : 1)
 #pragma unroll
         for (int r = 1; r < 2 * kRowTiles; ++r)
           most_of_column = fmaxf(most_of_column, of_column[r]);
-        if (!(most_of_column < certify_limit(columns[n + i].winner, most_base[i])))
-          certify_ids<Base>(p, columns[n + i], group * Rows::kRows + lane_id() / 4, of_column);
+        if (!(most_of_column + most_base[i] < columns[n + i].winner))
+          certify_ids(p, round, columns[n + i], group * Rows::kRows + lane_id() / 4, of_column);
       }
     }
   }
-  certify_finish(p, pending);
 }
 
 }  // namespace domino

@@ -17,237 +17,279 @@ namespace domino {
 
 constexpr int kFinishThreads = kStateParts * kWarpSize;
 constexpr uint32_t kFinishPatience = 1 << 22;  // cycles at a barrier, about 2 ms
-constexpr int kFinishColumns = 64;             // batch rows that are scored together
+constexpr int kStateTiles = 2;                 // eights of rows whose states are made together
 
-struct FinishMemory {
-  float parts[kStateParts * 3 * 128];  // [warps, gates, lanes, 4]: sums over a warp's k
-  unsigned long long best[kFinishColumns];
-  int slots[kStateParts];
-  bool leave;
+// Of a block, behind the stages of its sweep.
+union FinishMemory {
+  float parts[kStateParts * kStateTiles * 3 * 128];  // [warps, tiles, gates, lanes, 4]
+  SweepColumns columns;
 };
 
 // All blocks have come here and see what the others wrote; false: one of them does not come.
-__device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t count,
-                                             FinishMemory& memory) {
-  __threadfence();
+__device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t count) {
+  __shared__ bool leave;
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     atomicAdd(&control->arrived, 1u);
     const volatile uint32_t* aborted = &control->aborted;
     const long long since = clock64();
     uint32_t here = 0;
-    bool leave = false;
-    while (!leave) {
+    bool gives_up = false;
+    while (!gives_up) {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                    : "=r"(here)
                    : "l"(&control->arrived)
                    : "memory");
       if (here >= count) break;
       if (clock64() - since > kFinishPatience) control->aborted = 1;
-      leave = *aborted != 0;
+      gives_up = *aborted != 0;
     }
-    memory.leave = leave;
+    leave = gives_up;
   }
   __syncthreads();
-  return !memory.leave;
+  return !leave;
 }
 
-// 16 rows of w (stride in elements), of 3 gates or 1, times 8 columns of states: this warp's part
-// of k to memory.parts. kSteps: MMAs of a warp's part.
-template <class T, int kSteps, int kGates>
+// 16 rows of w (stride in elements), of 3 gates or 1, times kTiles eights of states: this warp's
+// part of k. kSteps: MMAs of a warp's part.
+template <class T, int kSteps, int kGates, int kTiles>
 struct StateProduct {
   uint4 a[kGates][kSteps];
+  uint2 x[kTiles][kSteps];
 
-  __device__ __forceinline__ StateProduct(const T* w, int64_t stride, int64_t gate_stride,
-                                          int units) {
-    const int g = lane_id() / 4, t = lane_id() % 4;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int k = (warp_id() * kSteps + i) * 16 + 4 * t;
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        const T* row = w + gate * gate_stride + g * stride + k;
-        const uint2 low = k < units ? *reinterpret_cast<const uint2*>(row) : uint2{0, 0};
-        const uint2 high =
-            k < units ? *reinterpret_cast<const uint2*>(row + 8 * stride) : uint2{0, 0};
-        a[gate][i] = {low.x, high.x, low.y, high.y};
-      }
-    }
+  __device__ __forceinline__ static int k(int step) {
+    return (warp_id() * kSteps + step) * 16 + lane_id() % 4 * 4;
   }
 
-  // state: of column lane / 4; null: zero
-  __device__ __forceinline__ void times(const T* state, int units, FinishMemory& memory) const {
-    constexpr bool kApart = kGates == 1;  // u: each MMA by itself (sum_of_steps)
-    float sums[kApart ? kSteps : kGates][4] = {};
+  __device__ __forceinline__ void load_weights(const T* w, int64_t stride, int64_t gate_stride,
+                                               int units) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int k = (warp_id() * kSteps + i) * 16 + 4 * (lane_id() % 4);
-      uint2 s{0, 0};
-      if (state && k < units) s = __ldcg(reinterpret_cast<const uint2*>(state + k));
+    for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        const T* row = w + gate * gate_stride + lane_id() / 4 * stride + k(i);
+        const uint2 low = k(i) < units ? *reinterpret_cast<const uint2*>(row) : uint2{0, 0};
+        const uint2 high =
+            k(i) < units ? *reinterpret_cast<const uint2*>(row + 8 * stride) : uint2{0, 0};
+        a[gate][i] = {low.x, high.x, low.y, high.y};
+      }
+  }
+
+  // state: of column lane / 4 of a tile; null: zero
+  __device__ __forceinline__ void load_states(int tile, const T* state, int units) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      x[tile][i] = state && k(i) < units ? __ldcg(reinterpret_cast<const uint2*>(state + k(i)))
+                                         : uint2{0, 0};
+  }
+
+  // To parts. All threads call.
+  __device__ __forceinline__ void multiply(float* parts) const {
+    constexpr bool kApart = kGates == 1;  // u: each MMA by itself (sum_of_steps)
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float sums[kApart ? kSteps : kGates][4] = {};
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int gate = 0; gate < kGates; ++gate)
+          mma_16x8x16<T>(sums[kApart ? i : gate], a[gate][i].x, a[gate][i].y, a[gate][i].z,
+                         a[gate][i].w, x[tile][i].x, x[tile][i].y);
+      if constexpr (kApart) {
+        for (int element = 0; element < 4; ++element)
+          sums[0][element] = sum_of_steps(sums, element);
+      }
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate)
-        mma_16x8x16<T>(sums[kApart ? i : gate], a[gate][i].x, a[gate][i].y, a[gate][i].z,
-                       a[gate][i].w, s.x, s.y);
+        *reinterpret_cast<float4*>(parts + ((warp_id() * kTiles + tile) * kGates + gate) * 128 +
+                                   lane_id() * 4) = {sums[gate][0], sums[gate][1], sums[gate][2],
+                                                     sums[gate][3]};
     }
-    if constexpr (kApart) {
-      for (int element = 0; element < 4; ++element) sums[0][element] = sum_of_steps(sums, element);
-    }
-#pragma unroll
-    for (int gate = 0; gate < kGates; ++gate)
-      *reinterpret_cast<float4*>(memory.parts + (warp_id() * kGates + gate) * 128 +
-                                 lane_id() * 4) = {sums[gate][0], sums[gate][1], sums[gate][2],
-                                                   sums[gate][3]};
     __syncthreads();
   }
 
-  static __device__ __forceinline__ float total(const FinishMemory& memory, int gate, int row,
-                                                int column) {
-    const int at = (row % 8 * 4 + column / 2) * 4 + row / 8 * 2 + column % 2;
-    return sum_of_parts<kGates * 128>(memory.parts + gate * 128 + at);
+  // column: of all tiles
+  static __device__ __forceinline__ float total(const float* parts, int gate, int row, int column) {
+    const int at = (row % 8 * 4 + column % 8 / 2) * 4 + row / 8 * 2 + column % 2;
+    return sum_of_parts<kTiles * kGates * 128>(parts + (column / 8 * kGates + gate) * 128 + at);
   }
 };
 
+// sweep_warps: that have a stage. raw: base logits are (vocab_sweep.cuh).
 template <class T, int kSteps>
 __global__ void __launch_bounds__(kFinishThreads, 1)
-    chain_finish(const __grid_constant__ ChainBlockParams p) {
+    chain_finish(const __grid_constant__ ChainBlockParams p, int sweep_warps, bool raw) {
   extern __shared__ uint4 shared[];
-  __shared__ FinishMemory memory;
-  auto* const stages = reinterpret_cast<typename CertifyRows<T, 1, 0>::Stage*>(shared);
-  CertifyTile* const u = reinterpret_cast<CertifyTile*>(stages + kStateParts);
-  int* const list = reinterpret_cast<int*>(u + kFinishColumns / kTileColumns);
+  __shared__ int slots[kStateParts];
+  __shared__ bool last;
+  using Sweep = VocabSweep<T>;
+  auto* const stages = reinterpret_cast<typename Sweep::Stage*>(shared);
+  FinishMemory& memory = *reinterpret_cast<FinishMemory*>(stages + sweep_warps);
+  int* const list = reinterpret_cast<int*>(&memory + 1);
+  int* const starts = list + p.batch;  // of the rows of the list
 
   previous_launch_done();
   if (p.control->aborted) return;
-  const PendingRows<kFinishThreads> pending(p, list, memory.slots);
+  constexpr int kRound = 2;
+  const PendingRows<kFinishThreads> pending(p, kRound, list, slots);
   if (pending.count == 0) return;
+  int sweeps = 0;                      // one forward, one backward
+  const auto sweep = [&]() -> Sweep {  // made anew where it is used: registers are short
+    return {static_cast<const T*>(p.w2),
+            p.vocab,
+            p.vocab_valid,
+            p.rank,
+            raw,
+            sweeps % 2 == 0,
+            sweep_warps,
+            stages};
+  };
+  sweep().start();
   const int units = static_cast<int>(p.units), rank = static_cast<int>(p.rank);
   const int drafts = static_cast<int>(p.drafts), corrected = static_cast<int>(p.corrected());
-  const int vocab = static_cast<int>(p.vocab);
-  const ScoreSteps steps(p.rank);
   const int g = lane_id() / 4;
-  const T* const w2 = static_cast<const T*>(p.w2);
   T* const states = static_cast<T*>(p.states);
+  for (int n = threadIdx.x; n < pending.count; n += kFinishThreads) {
+    starts[n] = min(p.first_of(kRound)[list[n]], drafts);
+    if (blockIdx.x == 0) take_restart(p, kRound, list[n]);
+  }
+  __syncthreads();
   int begin = drafts;
-  for (int i = 0; i < pending.count; ++i) begin = min(begin, p.first[list[i]]);
-  const auto pends = [&](int n, int j) { return n < pending.count && p.first[list[n]] <= j; };
-  const auto key_at = [&](int64_t b, int j) {
-    return reinterpret_cast<unsigned long long*>(p.keys) + b * drafts + j;
+  for (int n = 0; n < pending.count; ++n) begin = min(begin, starts[n]);
+  const auto pends = [&](int n, int j) { return n < pending.count && starts[n] <= j; };
+  const auto key_at = [&](int n, int j) {
+    return reinterpret_cast<unsigned long long*>(p.keys) + static_cast<int64_t>(list[n]) * drafts +
+           j;
+  };
+  const auto state_at = [&](int n, int j) {
+    return states + (static_cast<int64_t>(list[n]) * drafts + j) * units;
+  };
+  const auto low_rank_at = [&](int n, int j) {
+    return (static_cast<int64_t>(list[n]) * corrected + j - p.prefix) * rank;
   };
   if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < pending.count * drafts; i += kFinishThreads) {
-      const int b = list[i / drafts], j = i % drafts;
-      if (j >= p.first[b]) *key_at(b, j) = 0;
-    }
+    for (int i = threadIdx.x; i < pending.count * drafts; i += kFinishThreads)
+      if (pends(i / drafts, i % drafts)) *key_at(i / drafts, i % drafts) = 0;
 
   uint32_t barriers = 0;
   bool together = true;
   for (int j = begin; j < drafts && together; ++j) {
-    // S_j, a tile of 16 units a block
-    for (int tile = blockIdx.x; tile < units / 16; tile += gridDim.x) {
-      const StateProduct<T, kSteps, 3> product(
-          static_cast<const T*>(p.w_hh) + static_cast<int64_t>(tile) * 16 * units, units,
-          static_cast<int64_t>(units) * units, units);
-      for (int first = 0; first < pending.count; first += kTileColumns) {
-        const bool column = pends(first + g, j);
-        const int row = threadIdx.x % 16, n = first + threadIdx.x / 16;
-        const bool mine = threadIdx.x < 16 * kTileColumns && pends(n, j);
-        const auto token = [&](int n) {
-          return clamp_id(key_id(__ldcg(key_at(list[n], j - 1))), p.vocab);
-        };
-        float x[3] = {};
-        if (p.table == nullptr) {
-          input_product<T, 1>(p, memory.parts, column ? token(first + g) : 0, tile * 16);
+    // S_j: 16 units of 16 rows at a time
+    constexpr int kRows = kStateTiles * kTileColumns;
+    for (int turn = blockIdx.x; turn < units / 16 * ceil_div(pending.count, kRows);
+         turn += gridDim.x) {
+      const int tile = turn % (units / 16), first = turn / (units / 16) * kRows;
+      const int row = threadIdx.x % 16, column = threadIdx.x / 16, n = first + column;
+      const bool mine = column < kRows && pends(n, j);
+      const auto token = [&](int n) { return clamp_id(key_id(__ldcg(key_at(n, j - 1))), p.vocab); };
+      float x[3] = {};
+      T before{};
+      if (p.table == nullptr) {
+        for (int eight = 0; eight < kRows; eight += kTileColumns) {
+          const bool real = pends(first + eight + g, j);
+          input_product<T, 1>(p, memory.parts, real ? token(first + eight + g) : 0, tile * 16);
           __syncthreads();
-          for (int gate = 0; mine && gate < 3; ++gate)
-            x[gate] = product.total(memory, gate, row, n - first);
+          for (int gate = 0; mine && column / 8 == eight / 8 && gate < 3; ++gate)
+            x[gate] = StateProduct<T, kSteps, 3, 1>::total(memory.parts, gate, row, column % 8);
           __syncthreads();
-        } else if (mine) {
-          const T* from =
-              static_cast<const T*>(p.table) + (token(n) * (units / 16) + tile) * 48 + row;
-          for (int gate = 0; gate < 3; ++gate) x[gate] = to_float(from[gate * 16]);
         }
-        product.times(
-            column ? states + (static_cast<int64_t>(list[first + g]) * drafts + j - 1) * units
-                   : nullptr,
-            units, memory);
-        if (mine) {
-          const int64_t at = (static_cast<int64_t>(list[n]) * drafts + j) * units + tile * 16 + row;
-          T before;
-          before.bits = __ldcg(&states[at - units].bits);
-          states[at] = gru_unit<T>(x[0], x[1], x[2], product.total(memory, 0, row, n - first),
-                                   product.total(memory, 1, row, n - first),
-                                   product.total(memory, 2, row, n - first), to_float(before));
-        }
-        __syncthreads();
       }
+      StateProduct<T, kSteps, 3, kStateTiles> product;
+      product.load_weights(static_cast<const T*>(p.w_hh) + static_cast<int64_t>(tile) * 16 * units,
+                           units, static_cast<int64_t>(units) * units, units);
+#pragma unroll
+      for (int eight = 0; eight < kStateTiles; ++eight) {
+        const int of = first + eight * kTileColumns + g;
+        product.load_states(eight, pends(of, j) ? state_at(of, j - 1) : nullptr, units);
+      }
+      if (mine) before.bits = __ldcg(&state_at(n, j - 1)[tile * 16 + row].bits);
+      if (mine && p.table != nullptr) {
+        const T* from = static_cast<const T*>(p.table) + (token(n) * (units / 16) + tile) * 48;
+        for (int gate = 0; gate < 3; ++gate) x[gate] = to_float(from[gate * 16 + row]);
+      }
+      product.multiply(memory.parts);
+      if (mine)
+        state_at(n, j)[tile * 16 + row] =
+            gru_unit<T>(x[0], x[1], x[2], product.total(memory.parts, 0, row, column),
+                        product.total(memory.parts, 1, row, column),
+                        product.total(memory.parts, 2, row, column), to_float(before));
+      __syncthreads();
     }
-    together = grid_barrier(p.control, ++barriers * gridDim.x, memory);
+    together = grid_barrier(p.control, ++barriers * gridDim.x);
 
-    // u, a tile of 16 rows of W1s a block
-    for (int tile = blockIdx.x; together && tile < rank / 16; tile += gridDim.x) {
+    // u: 16 rows of W1s and 8 of the batch at a time
+    for (int turn = blockIdx.x;
+         together && turn < rank / 16 * ceil_div(pending.count, kTileColumns); turn += gridDim.x) {
+      const int tile = turn % (rank / 16), first = turn / (rank / 16) * kTileColumns;
       const int64_t stride = p.hidden_width + p.units;
-      const StateProduct<T, kSteps, 1> product(
-          static_cast<const T*>(p.w1) + p.hidden_width + tile * 16 * stride, stride, 0, units);
-      for (int first = 0; first < pending.count; first += kTileColumns) {
-        const bool column = pends(first + g, j);
-        product.times(column ? states + (static_cast<int64_t>(list[first + g]) * drafts + j) * units
-                             : nullptr,
-                      units, memory);
-        const int row = threadIdx.x % 16, n = first + threadIdx.x / 16;
-        if (threadIdx.x < 16 * kTileColumns && pends(n, j)) {
-          const int64_t at =
-              (static_cast<int64_t>(list[n]) * corrected + j - p.prefix) * rank + tile * 16 + row;
-          const float mixed = p.from_hidden[at] + product.total(memory, 0, row, n - first);
-          static_cast<T*>(p.low_rank)[at] = from_float<T>(chain_low_rank_input(p.kind, mixed));
-        }
-        __syncthreads();
+      StateProduct<T, kSteps, 1, 1> product;
+      product.load_weights(static_cast<const T*>(p.w1) + p.hidden_width + tile * 16 * stride,
+                           stride, 0, units);
+      product.load_states(0, pends(first + g, j) ? state_at(first + g, j) : nullptr, units);
+      const int row = threadIdx.x % 16, column = threadIdx.x / 16, n = first + column;
+      const bool mine = column < kTileColumns && pends(n, j);
+      const int64_t at = mine ? low_rank_at(n, j) + tile * 16 + row : 0;
+      const float from_hidden = mine ? p.from_hidden[at] : 0.0f;
+      product.multiply(memory.parts);
+      if (mine) {
+        const float mixed = from_hidden + product.total(memory.parts, 0, row, column);
+        static_cast<T*>(p.low_rank)[at] = from_float<T>(chain_low_rank_input(p.kind, mixed));
       }
+      __syncthreads();
     }
-    together = together && grid_barrier(p.control, ++barriers * gridDim.x, memory);
+    together = together && grid_barrier(p.control, ++barriers * gridDim.x);
 
-    // y_{j+1}: this block's share of W2, 16 rows a warp at a time
-    for (int first = 0; together && first < pending.count; first += kFinishColumns) {
-      const int here = min(pending.count - first, kFinishColumns);
+    // y_{j+1}: this block's share of W2
+    for (int first = 0; together && first < pending.count; first += kSweepColumns) {
+      const int here = min(pending.count - first, kSweepColumns);
       const int tiles = ceil_div(here, kTileColumns);
-      if (threadIdx.x < kFinishColumns) memory.best[threadIdx.x] = 0;
-      fill_columns(u, tiles, steps, [&](int column) -> const T* {
+      if (threadIdx.x < kSweepColumns) {
+        const int n = first + static_cast<int>(threadIdx.x);
+        const bool real = threadIdx.x < here && pends(n, j);
+        memory.columns.best[threadIdx.x] = real ? 0 : SweepColumns::kTaken;
+        memory.columns.base[threadIdx.x] = real ? static_cast<const T*>(p.base_logits) +
+                                                      list[n] * p.base_batch_stride +
+                                                      (p.first_slot + j) * p.base_slot_stride
+                                                : nullptr;
+      }
+      fill_columns(memory.columns.u, tiles, ScoreSteps(rank), [&](int column) -> const T* {
         const int n = first + column;
-        if (!pends(n, j)) return nullptr;
-        const int64_t row = static_cast<int64_t>(list[n]) * corrected + j - p.prefix;
-        return static_cast<const T*>(p.low_rank) + row * rank;
+        return pends(n, j) && column < here ? static_cast<const T*>(p.low_rank) + low_rank_at(n, j)
+                                            : nullptr;
       });
       copy_async_wait<0>();
       __syncthreads();
-      sweep_vocabulary<kStateParts>(w2, vocab, 0, steps, u, tiles, stages[warp_id()], memory.best,
-                                    [&](int column, int v) {
-                                      const int n = first + column;
-                                      if (!pends(n, j)) return -INFINITY;
-                                      return base_at(p, list[n], j, v);
-                                    });
+      sweep().run(memory.columns, tiles, 0, [&](int column, int v) {
+        const int n = first + column;
+        return pends(n, j) ? base_at(p, list[n], j, v) : -INFINITY;
+      });
+      ++sweeps;
+      sweep().start();  // of the next columns or draft
       __syncthreads();
-      const int n = first + static_cast<int>(threadIdx.x);
-      if (threadIdx.x < here && pends(n, j) && memory.best[threadIdx.x] != 0)
-        atomicMax(key_at(list[n], j), memory.best[threadIdx.x]);
+      if (threadIdx.x < here) {
+        const unsigned long long best = memory.columns.best[threadIdx.x];
+        if (best != 0 && best < SweepColumns::kTaken)
+          atomicMax(key_at(first + threadIdx.x, j), best);
+      }
       __syncthreads();
     }
-    together = together && grid_barrier(p.control, ++barriers * gridDim.x, memory);
+    together = together && grid_barrier(p.control, ++barriers * gridDim.x);
   }
+  copy_async_wait<0>();
 
   // The last block to leave writes the ids and puts the control words back.
-  if (threadIdx.x == 0) memory.leave = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) last = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
   __syncthreads();
-  if (!memory.leave) return;
+  if (!last) return;
   for (int i = threadIdx.x; together && i < pending.count * drafts; i += kFinishThreads) {
-    const int64_t b = list[i / drafts];
-    const int j = i % drafts;
-    if (j < p.first[b]) continue;
-    const unsigned long long key = __ldcg(key_at(b, j));
-    p.tokens[b * drafts + j] = key_id(key);
-    p.scores[b * drafts + j] = key_value(key);
+    const int n = i / drafts, j = i % drafts;
+    if (!pends(n, j)) continue;
+    const unsigned long long key = __ldcg(key_at(n, j));
+    const int64_t at = static_cast<int64_t>(list[n]) * drafts + j;
+    p.tokens[at] = key_id(key);
+    p.scores[at] = key_value(key);
   }
-  __syncthreads();
-  for (int i = threadIdx.x; together && i < pending.count; i += kFinishThreads)
-    p.first[list[i]] = drafts;
   if (threadIdx.x == 0) p.control->left = p.control->arrived = 0;
 }
 

@@ -7,12 +7,10 @@ namespace {
 
 // Whether launches may overlap the ones in front of them.
 int may_overlap(const ChainBlockParams& p, bool& overlap) {
-  int index = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-  overlap = major >= 9 && !p.portable;
-  return error;
+  DeviceInfo device;
+  const int status = current_device(&device);
+  overlap = device.major >= 9 && !p.portable;
+  return status;
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kRescueThreads, 1)
   previous_launch_done();
   const int64_t b = blockIdx.x;
   if (!p.always && p.control->aborted == 0) return;
-  if (threadIdx.x == 0) p.first[b] = p.drafts;
+  if (threadIdx.x < kRounds) p.first_of(threadIdx.x)[b] = p.row_done();
   if (p.num_active != nullptr && b >= *p.num_active) return;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
 
   if (p.restart) {  // nothing to do in any block: leave all as it is
     previous_launch_done();
-    const bool pending = thread < p.teams && p.first[p.row0 + thread] < drafts;
+    const bool pending = thread < p.teams && p.first_of(1)[p.row0 + thread] < p.row_done();
     if (!__syncthreads_or(pending)) return;
   }
   uint32_t epoch = 0;
@@ -49,15 +49,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
     exchange.clear_other(blockIdx.x * kTeamThreads + thread, gridDim.x * kTeamThreads);
     if (thread < kTeamRows) {
       int first = drafts;
-      if (thread < p.teams) {
-        const int64_t b = p.row0 + thread;
-        const bool active = p.num_active == nullptr || b < *p.num_active;
-        first = p.restart ? p.first[b] : active ? 0 : drafts;
-        if (!p.restart && blockIdx.x == 0) {
-          p.first[b] = active ? min(static_cast<int>(p.prefix), drafts) : drafts;
-          if (p.restarts && active) p.restarts[b] = 0;
-        }
-      }
+      if (thread < p.teams) first = begin_row(p, p.restart, p.row0 + thread, blockIdx.x == 0);
       start[thread] = first;
     }
     const bool leaves = *reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||

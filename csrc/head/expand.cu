@@ -6,11 +6,6 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
-struct Device {
-  int major = 0;   // compute capability
-  int memory = 0;  // shared memory that a block may have
-};
-
 bool fits_mma(const ExpandParams& p) {
   const auto rows = [](const void* pointer, int64_t length) {
     return is_aligned(pointer, 16) && length % 8 == 0;
@@ -62,7 +57,7 @@ int launch_score(const ExpandArgs& p, bool corrected, bool overlap, cudaStream_t
 }
 
 template <class T, class Base, bool kMma>
-int launch(const ExpandArgs& p, const Device& device, cudaStream_t stream) {
+int launch(const ExpandArgs& p, const DeviceInfo& device, cudaStream_t stream) {
   const bool corrected = p.path_depth != nullptr || p.depth >= p.prefix;
   const bool overlap = device.major >= 9;
   int status;
@@ -75,21 +70,15 @@ int launch(const ExpandArgs& p, const Device& device, cudaStream_t stream) {
   // Two tiles of paths where two blocks with their scores fit a processor.
   const int64_t memory = ScoreMemory(p, p.at, 2 * kTileColumns, sizeof(T)).bytes;
   const int64_t tiles = p.pool != nullptr ? p.layout.tiles_a_batch : 2 * p.layout.tiles;
-  if (kMma && p.layout.tiles > 1 && tiles % 2 == 0 && 2 * memory <= device.memory)
+  if (kMma && p.layout.tiles > 1 && tiles % 2 == 0 && 2 * memory <= device.shared_memory)
     return launch_score<T, Base, kMma, kMma ? 2 : 1>(p, corrected, overlap, stream);
   return launch_score<T, Base, kMma, 1>(p, corrected, overlap, stream);
 }
 
 template <class T, class Base>
 int launch(const ExpandParams& p, cudaStream_t stream) {
-  int index = 0;
-  Device device;
-  cudaError_t error = cudaGetDevice(&index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  if (error != cudaSuccess) return error;
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   const ExpandArgs args(p);
   if constexpr (!std::is_same_v<T, float>)
     if (fits_mma(p)) return launch<T, Base, true>(args, device, stream);

@@ -26,13 +26,10 @@ int grow_tree_cuda(const GrowTreeParams& p, void* stream) {
   const int64_t level = p.paths * p.children;
   if (p.batch == 0 || level == 0) return kOk;
   if (level > kMaxLevel || p.next_paths > level || p.batch > INT32_MAX) return kBadArgument;
-  int index = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-  if (error != cudaSuccess) return error;
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   const int threads = ceil_div<int>(level, kWarpSize) * kWarpSize;
-  launch_kernel(major >= 9, dim3(p.batch), threads, as_stream(stream), grow_tree_kernel, p,
+  launch_kernel(device.major >= 9, dim3(p.batch), threads, as_stream(stream), grow_tree_kernel, p,
                 static_cast<int>(level));
   return launched();
 }

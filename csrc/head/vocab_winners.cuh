@@ -8,7 +8,6 @@
 
 namespace domino {
 
-constexpr int kWinnersColumns = 64;
 constexpr int kWinnersWarps = 16;
 
 __device__ __forceinline__ float element(const void* data, DType dtype, int64_t at) {
@@ -19,21 +18,32 @@ __device__ __forceinline__ float element(const void* data, DType dtype, int64_t 
 
 // keys start at zero: the signed form of a key is that of the unsigned with the top bit flipped, so
 // the blocks meet in a signed maximum over memory that vocab_winners_start has set to the least.
+// warps: that have a stage. raw: base logits are (vocab_sweep.cuh).
 template <class T>
 __global__ void __launch_bounds__(kWinnersWarps* kWarpSize, 1)
-    vocab_winners(const __grid_constant__ VocabWinnersParams p) {
+    vocab_winners(const __grid_constant__ VocabWinnersParams p, int warps, bool raw) {
   extern __shared__ uint4 shared[];
-  __shared__ unsigned long long best[kWinnersColumns];
-  auto* const stages = reinterpret_cast<typename CertifyRows<T, 1, 0>::Stage*>(shared);
-  CertifyTile* const u = reinterpret_cast<CertifyTile*>(stages + kWinnersWarps);
+  using Sweep = VocabSweep<T>;
+  auto* const stages = reinterpret_cast<typename Sweep::Stage*>(shared);
+  SweepColumns& columns = *reinterpret_cast<SweepColumns*>(stages + warps);
   const int64_t active = p.num_active ? min(static_cast<int64_t>(*p.num_active), p.batch) : p.batch;
-  const int64_t columns = active * p.slots;
-  const ScoreSteps steps(static_cast<int>(p.rank));
-  for (int64_t first = 0; first < columns; first += kWinnersColumns) {
-    const int here = static_cast<int>(min(columns - first, static_cast<int64_t>(kWinnersColumns)));
+  const int64_t count = active * p.slots;
+  const Sweep sweep(static_cast<const T*>(p.w2), p.vocab, p.vocab_valid, p.rank, raw, false, warps,
+                    stages);
+  const auto base_begin = [&](int64_t n) {
+    return n / p.slots * p.base_batch_stride + n % p.slots * p.base_slot_stride;
+  };
+  for (int64_t first = 0; first < count; first += kSweepColumns) {
+    const int here = static_cast<int>(min(count - first, static_cast<int64_t>(kSweepColumns)));
     const int tiles = ceil_div(here, kTileColumns);
-    if (threadIdx.x < kWinnersColumns) best[threadIdx.x] = 0;
-    fill_columns(u, tiles, steps, [&](int column) -> const T* {
+    sweep.start();
+    if (threadIdx.x < kSweepColumns) {
+      const bool real = threadIdx.x < here;
+      columns.best[threadIdx.x] = real ? 0 : SweepColumns::kTaken;
+      columns.base[threadIdx.x] =
+          real ? static_cast<const T*>(p.base_logits) + base_begin(first + threadIdx.x) : nullptr;
+    }
+    fill_columns(columns.u, tiles, sweep.steps, [&](int column) -> const T* {
       if (column >= here || !p.low_rank) return nullptr;
       const int64_t n = first + column;
       return static_cast<const T*>(p.low_rank) + n / p.slots * p.low_rank_batch_stride +
@@ -41,21 +51,18 @@ __global__ void __launch_bounds__(kWinnersWarps* kWarpSize, 1)
     });
     copy_async_wait<0>();
     __syncthreads();
-    sweep_vocabulary<kWinnersWarps>(
-        static_cast<const T*>(p.w2), static_cast<int>(p.vocab), static_cast<uint32_t>(p.first_id),
-        steps, u, tiles, stages[warp_id()], best, [&](int column, int v) {
-          if (column >= here) return -INFINITY;
-          const int64_t n = first + column, b = n / p.slots;
-          float value = element(p.base_logits, p.base_dtype,
-                                b * p.base_batch_stride + n % p.slots * p.base_slot_stride + v);
-          if (p.bias) value += p.bias[b * p.bias_stride + v];
-          const bool masked = p.mask && (p.mask[b * p.mask_stride + v / 32] >> (v % 32) & 1) == 0;
-          return v >= p.vocab_valid || masked ? -INFINITY : value;
-        });
+    sweep.run(columns, tiles, static_cast<uint32_t>(p.first_id), [&](int column, int v) {
+      if (column >= here) return -INFINITY;
+      const int64_t n = first + column, b = n / p.slots;
+      float value = element(p.base_logits, p.base_dtype, base_begin(n) + v);
+      if (p.bias) value += p.bias[b * p.bias_stride + v];
+      const bool masked = p.mask && (p.mask[b * p.mask_stride + v / 32] >> (v % 32) & 1) == 0;
+      return v >= p.vocab_valid || masked ? -INFINITY : value;
+    });
     __syncthreads();
-    if (threadIdx.x < here && best[threadIdx.x] != 0)
+    if (threadIdx.x < here && columns.best[threadIdx.x] != 0)
       atomicMax(reinterpret_cast<long long*>(p.keys) + first + threadIdx.x,
-                static_cast<long long>(best[threadIdx.x] ^ kTopBit));
+                static_cast<long long>(columns.best[threadIdx.x] ^ kTopBit));
     __syncthreads();
   }
 }

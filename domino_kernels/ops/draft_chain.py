@@ -560,7 +560,13 @@ def _workspace_bytes(batch, drafts, pool_size, pools, weights, backend="cuda"):
         return 0
     vocab, units, rank = weights.vocab_size, weights.state_size, weights.rank
     rows, tiles = batch * drafts, _up(vocab, 128) // 128
-    block = (batch * 4, rows * 8, batch * pools * pool_size * 4, rows * rank * 4, rows * rank * 2)
+    block = (
+        3 * batch * 4,
+        rows * 8,
+        batch * pools * pool_size * 4,
+        rows * rank * 4,
+        rows * rank * 2,
+    )
     block += (rows * units * 2, rows * tiles * 4, rows * 16 * 8)
     tile, wide, low = _up(batch, 32), _up(units, 32), _up(rank, 32)
     plain = (rows * 8, rows * rank * 4, tile * wide * 4, tile * wide * 4, tile * low * 4)
