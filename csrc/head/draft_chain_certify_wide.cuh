@@ -199,35 +199,35 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   static_assert(kMostWideTiles == kWarpgroups);
   const bool together = share.tiles == kWarpgroups;  // on each stage
   const int part = together ? warpgroup : 0;
-  const auto judge = [&](int n, int stage) {
-    float sums[kWgmmaColumns / 2];
-    multiply<T, kChain>(sums, shared_address(memory) + stage * at.stage_bytes,
-                        shared_address(memory) + at.u + part * static_cast<int>(sizeof(WideTile)));
-    // fl(base + sum) <= fl(maximum + sum): fp32 addition is monotone
-    const int first = part * kWgmmaColumns + lane % 4 * 2;
-    const float* const most_base = maxima + stage * most + first;
-    bool may[4] = {};
-#pragma unroll
-    for (int j = 0; j < kWgmmaColumns / 8; ++j) {
-      const float2 base = *reinterpret_cast<const float2*>(most_base + j * 8);
-      const float2 winner = *reinterpret_cast<const float2*>(winners + first + j * 8);
-      may[j % 2] |= !(fmaxf(sums[4 * j], sums[4 * j + 2]) + base.x < winner.x);
-      may[2 + j % 2] |= !(fmaxf(sums[4 * j + 1], sums[4 * j + 3]) + base.y < winner.y);
-    }
-    if (may[0] | may[1] | may[2] | may[3]) {
-      const int row = tile_of(n) * kWgmmaRows + warp % 4 * kTileRows + lane / 4;
-#pragma unroll
-      for (int i = 0; i < kWgmmaColumns / 4; ++i) {
-        const int column = i / 2 * 8 + i % 2;
-        const float of_column[2] = {sums[i / 2 * 4 + i % 2], sums[i / 2 * 4 + 2 + i % 2]};
-        if (!(fmaxf(of_column[0], of_column[1]) + most_base[column] < winners[first + column]))
-          certify_ids(p, round, columns[first + column], row, of_column);
-      }
-    }
-  };
   for (int n = 0, stage = 0, phase = 0; n < count; ++n) {
     wait_for_phase(&ring.full[stage], phase);
-    if (together || n % kWarpgroups == warpgroup) judge(n, stage);
+    if (together || n % kWarpgroups == warpgroup) {
+      float sums[kWgmmaColumns / 2];
+      multiply<T, kChain>(
+          sums, shared_address(memory) + stage * at.stage_bytes,
+          shared_address(memory) + at.u + part * static_cast<int>(sizeof(WideTile)));
+      // fl(base + sum) <= fl(maximum + sum): fp32 addition is monotone
+      const int first = part * kWgmmaColumns + lane % 4 * 2;
+      const float* const most_base = maxima + stage * most + first;
+      bool may[4] = {};
+#pragma unroll
+      for (int j = 0; j < kWgmmaColumns / 8; ++j) {
+        const float2 base = *reinterpret_cast<const float2*>(most_base + j * 8);
+        const float2 winner = *reinterpret_cast<const float2*>(winners + first + j * 8);
+        may[j % 2] |= !(fmaxf(sums[4 * j], sums[4 * j + 2]) + base.x < winner.x);
+        may[2 + j % 2] |= !(fmaxf(sums[4 * j + 1], sums[4 * j + 3]) + base.y < winner.y);
+      }
+      if (may[0] | may[1] | may[2] | may[3]) {
+        const int row = tile_of(n) * kWgmmaRows + warp % 4 * kTileRows + lane / 4;
+#pragma unroll
+        for (int i = 0; i < kWgmmaColumns / 4; ++i) {
+          const int column = i / 2 * 8 + i % 2;
+          const float of_column[2] = {sums[i / 2 * 4 + i % 2], sums[i / 2 * 4 + 2 + i % 2]};
+          if (!(fmaxf(of_column[0], of_column[1]) + most_base[column] < winners[first + column]))
+            certify_ids(p, round, columns[first + column], row, of_column);
+        }
+      }
+    }
     __syncwarp();
     if (lane == 0) arrive(&ring.empty[stage]);
     if (++stage == stages) stage = 0, phase ^= 1;
