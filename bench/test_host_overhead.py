@@ -2,7 +2,10 @@
 
 Shapes are tiny, so the CPU twin's own work is below 0.1 us; on a GPU a round begins with an idle
 device and is short enough for the launch queue, so that no call waits for the kernels before it.
-The bound is on the fastest round: what the code costs, not the machine's other work.
+The bound is on the fastest round: what the code costs, not the machine's other work. How fast a
+core is today it cannot tell: the same code took 14.0, 15.04 and 25.2 us on three two-core machines
+of one kind. So a call passes, too, that takes no more than LIMIT_YARDSTICKS times ten calls of
+torch.add in the same rounds; verify_chain took 2.4 of them.
 """
 
 import statistics
@@ -15,7 +18,8 @@ import domino_kernels
 from domino_kernels import HeadWeights
 
 LIMIT_US = 15.0
-ROUNDS, CALLS = 50, 100
+LIMIT_YARDSTICKS = 2.9
+ROUNDS, CALLS = 100, 50
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -26,17 +30,27 @@ def device(request):
 
 
 def measure(call):
-    rounds = []
+    one = torch.zeros(1)
+    rounds, yardsticks = [], []
     with torch.no_grad():
         for _ in range(ROUNDS):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            rounds.append((time.perf_counter() - start) * 1e6 / CALLS)
-    print(f"{min(rounds):.1f} us a call, median round {statistics.median(rounds):.1f}")
-    assert min(rounds) <= LIMIT_US, f"{min(rounds):.1f} us a call, limit {LIMIT_US}"
+            rounds.append(time_of(call, CALLS))
+            yardsticks.append(10 * time_of(lambda: torch.add(one, one, out=one), CALLS))
+    limit = max(LIMIT_US, LIMIT_YARDSTICKS * min(yardsticks))
+    report = f"{min(rounds):.1f} us a call, median round {statistics.median(rounds):.1f}, "
+    report += f"limit {limit:.1f} ({min(yardsticks):.1f} us for ten times torch.add)"
+    print(report)
+    assert min(rounds) <= limit, report
+
+
+def time_of(call, count):
+    """us a call."""
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) * 1e6 / count
 
 
 def test_draft_chain(device):
