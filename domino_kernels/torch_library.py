@@ -4,13 +4,14 @@ An op is registered in one statement, in ops/<family>.py beside its public funct
 
     _gru_step = define("gru_step(Tensor x, ..., Tensor(a!) out) -> ()", _launch_gru_step)
 
-`define` returns the OpOverload that the public function calls (1.6 us a call with a Python
-implementation, against 10.2 us for torch.library.custom_op: CONTRIBUTING.md, measured facts). One
-implementation serves CPU and CUDA tensors: `target(tensor)` tells `_C` which of the two runs, and
-on which stream.
+`define` returns what the public function calls: the OpOverload (1.6 us a call with a Python
+implementation, against 10.2 us for torch.library.custom_op: CONTRIBUTING.md, measured facts), or
+past it where nobody looks (`_eager`). One implementation serves CPU and CUDA tensors:
+`target(tensor)` tells `_C` which of the two runs, and on which stream.
 """
 
 import torch
+from torch.autograd import profiler
 
 try:
     from domino_kernels import _C
@@ -28,7 +29,7 @@ OPS: dict[str, torch._ops.OpOverload] = {}
 
 
 def define(schema, implementation, fake=None, *, cpu=True, cuda=True):
-    """Registers `schema` (out-variant: `name(...) -> ()`) and returns its OpOverload.
+    """Registers `schema` (out-variant: `name(...) -> ()`) and returns a function that calls it.
 
     `fake` says shapes and dtypes of what the op returns, from shapes and dtypes alone; an op that
     only writes its `Tensor(a!)` arguments returns nothing and needs none.
@@ -41,7 +42,32 @@ def define(schema, implementation, fake=None, *, cpu=True, cuda=True):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"domino_kernels::{name}", fake or _returns_nothing, lib=_LIBRARY)
     OPS[name] = getattr(torch.ops.domino_kernels, name).default
-    return OPS[name]
+    return _eager(OPS[name], implementation) if cpu and cuda else OPS[name]
+
+
+def _eager(overload, implementation):
+    """`overload`, without the dispatcher where it would only hand plain tensors on.
+
+    With 34 arguments the way through it takes 4 to 9 us. It is needed for tracing (compile, export,
+    fake tensors, dispatch modes, functorch, jit), for the profiler's records, and for tensors that
+    are not on a CPU or a CUDA device (meta).
+    """
+
+    def call(*args):
+        tensor = args[0]
+        if (
+            not torch.compiler.is_compiling()
+            and type(tensor) is torch.Tensor
+            and (tensor.is_cuda or tensor.is_cpu)
+            and torch._C._len_torch_dispatch_stack() == 0
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._get_tracing_state() is None
+            and not profiler._is_profiler_enabled
+        ):
+            return implementation(*args)
+        return overload(*args)
+
+    return call
 
 
 def _returns_nothing(*args, **kwargs):

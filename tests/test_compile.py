@@ -1,7 +1,13 @@
-"""The public functions under torch.compile: one graph, no break, the same bits as eager."""
+"""The public functions under torch.compile: one graph, no break, the same bits as eager.
+
+And where else Torch has to see an op that an eager call takes past its dispatcher.
+"""
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import domino_kernels
 from domino_kernels import _C, HeadWeights
@@ -46,6 +52,41 @@ def test_compiles_without_a_break(case, backend, device):
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     with torch.no_grad():
         assert torch.equal(compiled(*inputs), call(*inputs))
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def test_torch_sees_the_op_where_it_looks():
+    call, inputs = verify_chain("cpu")
+    expected, name = call(*inputs), "domino_kernels::verify_chain"
+    with torch.profiler.profile() as profile:
+        assert torch.equal(call(*inputs), expected)
+    assert sum(event.name == name for event in profile.events()) == 2
+    with Seen() as seen:
+        assert torch.equal(call(*inputs), expected)
+    assert seen.names.count("domino_kernels.verify_chain.default") == 2
+    traced = make_fx(call)(*inputs)
+    assert "domino_kernels.verify_chain.default" in traced.code
+    assert torch.equal(traced(*inputs), expected)
+    assert call(*(tensor.to("meta") for tensor in inputs)).shape == expected.shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert call(*inputs).shape == expected.shape
+
+
+def test_an_op_maps_over_nothing():
+    """vmap has no rule for an op that writes its arguments: an error, not wrong addresses."""
+    call, inputs = gru_step("cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        torch.vmap(call, (0, 0, None, None))(*(t[None] for t in inputs[:2]), *inputs[2:])
 
 
 def test_workspace_size_is_that_of_draft_chain():
