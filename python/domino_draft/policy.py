@@ -4,6 +4,9 @@ Chosen between cycles from what earlier ones accepted, never from the drafts at 
 the output stays the target's. 0 is among the choices: drafting turns itself off. In a large batch
 the target may verify fewer tokens than were drafted; which ones, the head's own probabilities say
 (`fused_ops.allot`). Drafts are argmaxes, functions of the text before them, and so is that choice.
+
+A cycle with k drafts tells what fewer would have kept, but not what more would: only the choices
+that the best one says nothing about are tried now and then, and for a stated share of the time.
 """
 
 from __future__ import annotations
@@ -30,31 +33,37 @@ class Choice(NamedTuple):
 
 DRAFTS = 0, 1, 3, 7, 15  # each is captured by itself, so few
 PARTIAL_ROWS = 8  # a batch from which on tokens are dear enough to leave drafts unverified
+_CHANCE, _PRIOR = 0.6, 8  # that a draft is kept before any was judged, and the drafts it weighs as
 _GAIN = 1.1  # of a partial choice that has not been seen yet
-_MEMORY = 256  # rows of cycles after which an observation has lost most of its weight
-_PROBES = 16, 1024  # cycles without drafting before one is tried again: at first, at most
-_SECOND = 64  # cycles after which the second best choice has a turn, so that its estimate stays new
+_ROWS, _CYCLES = 128, 16  # an observation is old after so many rows, but not before so many cycles
+_LEAST = 8  # rows that what was seen still weighs as, however long ago that was
+_MARGIN = 1.02  # by which drafting must win: what a cycle takes is known no better
+_SHARE = 0.005  # of the time that trying other choices may lose, as far as one believes beforehand
+_PRICE = 0.2  # of a cycle: what a try is taken to lose at least
+_SAVED = 2  # cycles: the most of that time that is kept for later
 
 
 class DraftLength:
     """`choose` what to draft and verify, `observe` how many drafts were kept.
 
-    survival[k - 1]: the estimated probability that at least k drafts of a row are kept. Beyond the
-    longest block seen lately it is continued with the mean chance of one more. gain[choice]: what a
-    partial choice keeps, as a multiple of what as many tokens keep that are shared out evenly.
+    survival[k - 1]: the estimated probability that at least k drafts of a row are kept: the product
+    of the chances of its drafts, each judged only where those before it were kept. What few rows
+    have judged leans on the mean chance. gain[choice]: what a partial choice keeps, as a multiple
+    of what as many tokens keep that are shared out evenly.
     """
 
     def __init__(self, most: int, partial: bool = True):
-        self.most = most
         lengths = [k for k in DRAFTS if k < most] + [most]
         self._whole = [Choice.whole(k) for k in lengths]
         parts = [Choice(k, (k + 1) // n) for k in lengths if k >= 7 for n in (2, 4)]
         self._parts = parts if partial else []
-        self.survival = [0.8**k for k in range(1, most + 1)]
+        # Of the k-th drafts, weighted by age. What is assumed is forgotten like what was seen.
+        self._judged = [float(_PRIOR)] + [0.0] * (most - 1)
+        self._kept = [_PRIOR * _CHANCE] + [0.0] * (most - 1)
+        self._age = 0  # cycles since the last observation
+        self._budget = 0.0
+        self.survival = self._survival()
         self.gain = dict.fromkeys(self._parts, _GAIN)
-        self._off = 0  # cycles since drafting was last tried
-        self._wait = _PROBES[0]
-        self._turn = 0
 
     def choices(self, rows: int) -> list[Choice]:
         """What there is to choose from for a batch of so many rows."""
@@ -68,36 +77,46 @@ class DraftLength:
         return min(even * self.gain[choice], 1 + sum(self.survival[: choice.drafts]))
 
     def choose(self, costs: Mapping[Choice, float]) -> Choice:
-        """The best of the choices in `costs`, which maps them to the time of a cycle."""
-        ranked = sorted(costs, key=lambda c: self.expected(c) / costs[c], reverse=True)
-        drafting = [c for c in ranked if c.drafts]
-        if ranked[0].drafts:
-            self._off, self._wait = 0, _PROBES[0]
-            self._turn = (self._turn + 1) % _SECOND
-            return drafting[1] if self._turn == 0 and len(drafting) > 1 else ranked[0]
-        self._off += 1
-        if self._off < self._wait or not drafting:
-            return ranked[0]
-        self._off, self._wait = 0, min(2 * self._wait, _PROBES[1])
-        return drafting[0]
+        """The best of the choices in `costs`, which maps them to the time of a cycle; or one that
+        is worth trying."""
+        tokens = {c: self.expected(c) * (1 if c.drafts else _MARGIN) for c in costs}
+        best = max(costs, key=lambda c: tokens[c] / costs[c])
+        lost = {c: costs[c] - tokens[c] * costs[best] / tokens[best] for c in costs}
+        self._age += 1
+        self._budget = min(self._budget + _SHARE * costs[best], _SAVED * costs[best])
+        others = [c for c in costs if c.drafts and c != best]
+        untold = [c for c in others if c.drafts > best.drafts or c.partial or best.partial]
+        tried = min(untold, key=lost.__getitem__, default=best)
+        price = max(lost[tried], _PRICE * costs[best])
+        if price > self._budget:
+            return best
+        self._budget -= price
+        return tried
 
     def observe(self, choice: Choice, kept: Sequence[int]) -> None:
         """A cycle of this choice kept so many drafts in each row."""
-        drafts = choice.drafts
-        if not drafts or not kept:
+        if not choice.drafts or not kept:
             return
-        weight = max(1 - (1 - 1 / _MEMORY) ** len(kept), 1 / 32)
         if choice.partial:
             even = 1 + sum(self.survival[: choice.tokens - 1])
             ratio = (1 + sum(kept) / len(kept)) / even
-            gain = self.gain.get(choice, _GAIN)
-            self.gain[choice] = gain + weight * (ratio - gain)
+            self.gain[choice] += (ratio - self.gain[choice]) / 16
             return
-        for k in range(1, drafts + 1):
-            share = sum(n >= k for n in kept) / len(kept)
-            self.survival[k - 1] += weight * (share - self.survival[k - 1])
-        # One more draft is kept with the mean chance of those that were judged.
-        judged = 1 + sum(self.survival[: drafts - 1])
-        chance = min(sum(self.survival[:drafts]) / judged, 1.0)
-        for k in range(drafts, len(self.survival)):
-            self.survival[k] = self.survival[k - 1] * chance
+        forgotten = min(len(kept) / _ROWS, 1 / _CYCLES)
+        held = max((1 - forgotten) ** self._age, min(1.0, _LEAST / self._judged[0]))
+        self._age = 0
+        reached = [sum(n >= k for n in kept) for k in range(choice.drafts + 1)]
+        self._judged = [held * n for n in self._judged]
+        self._kept = [held * n for n in self._kept]
+        for k in range(choice.drafts):
+            self._judged[k] += reached[k]
+            self._kept[k] += reached[k + 1]
+        self.survival = self._survival()
+
+    def _survival(self) -> list[float]:
+        mean = sum(self._kept) / sum(self._judged)
+        survival, alive = [], 1.0
+        for kept, judged in zip(self._kept, self._judged):
+            alive *= (kept + _PRIOR * mean) / (judged + _PRIOR)
+            survival.append(alive)
+        return survival

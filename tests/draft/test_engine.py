@@ -130,6 +130,7 @@ def check_partial(target, drafter, monkeypatch, mode, **settings):
     """Two of three drafts, or one, on average: the text is the target's, laws do not matter."""
     turns = iter([Choice(3, 3), Choice(3, 2), Choice.whole(2), Choice(3, 1)] * 80)
     monkeypatch.setattr("domino_draft.policy.DraftLength.choose", lambda *_: next(turns))
+    monkeypatch.setattr("domino_draft.policy.DraftLength.observe", lambda *_: None)
     requests = [(prompt, limit) for prompt, limit, _ in some_requests(8, seed=3)]
     engine = Engine(target, drafter, max_batch=4, max_length=LENGTH, num_drafts="auto", **settings)
     for request in requests:
