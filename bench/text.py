@@ -2,8 +2,8 @@
 same engine and process. `python -m bench.text --target FOLDER --prompts eval_prompts.jsonl`
 
 The prompts of a set are the first of the file that `models/smollm2-135m-domino/prompts.py` writes,
-so ids are fixed beforehand. Seconds hold the forwards over the prompts and the host's work; graphs
-are captured before the clock starts.
+so ids are fixed beforehand. Seconds hold the forwards over the prompts and the host's work. Each
+set is run whole twice before the clock starts: graphs are captured then, and "auto" has seen it.
 """
 
 import argparse

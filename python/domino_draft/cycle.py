@@ -9,6 +9,7 @@ share a memory pool.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -42,9 +43,6 @@ def _nvtx(device: torch.device, name: str):
 # is drafted does not depend on the batch.
 _POOL = 1024
 _TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memory
-# Cycles that a size goes without a graph of its own while a larger one is there: what they lose is
-# then about what a capture takes (0.1 s).
-_BORROW = 128
 # Cycles without drafts whose hidden states become the drafter's context together, and places behind
 # them for the replays that a new graph is timed by.
 _LATE, LATE_PLACES = 16, 24
@@ -147,7 +145,8 @@ class Cycle:
         self._late_count = self._late_rows = 0
         self._late_graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._prompt_graphs: dict[tuple[int, int], tuple | None] = {}
-        self._borrowed: dict[int, int] = {}
+        self._lost: dict[int, float] = {}
+        self._capture_ms = float("inf")
         self._costs: dict[tuple[int, Choice, bool], float] = {}
         self._chains: dict[tuple[int, int], ChainPlan] = {}
         self._pool = None
@@ -424,6 +423,13 @@ class Cycle:
             self._late_graphs[rows] = graph
         self._late_graphs[rows].replay()
 
+    def _warm_late(self, rows: int) -> None:
+        """Capture `catch_up` of so many rows: its first run loads kernels, its second captures."""
+        self.catch_up()
+        while self._late_graphs.get(rows) is None:
+            self._late_count, self._late_rows = 1, rows
+            self.catch_up()
+
     def _catch_up(self, rows: int) -> None:
         # Places behind the last one that is held get rubbish, which later tokens write over.
         starts = (self.cache.all_lengths[:rows] - self._late_turn).clamp(min=0)
@@ -433,9 +439,8 @@ class Cycle:
 
     # ---- graphs ----
 
-    def queue(self, rows: int, choice: Choice, greedy: bool) -> Pending:
-        """Queue a cycle of the first `rows` rows, captured on first use."""
-        size = self._size(rows, [choice], greedy)
+    def queue(self, rows: int, size: int, choice: Choice, greedy: bool) -> Pending:
+        """Queue a cycle of the first `rows` rows, padded to `size`; captured on first use."""
         if choice.drafts or self._late_count == _LATE or size != self._late_rows:
             self.catch_up()
         if self.session is not None and not choice.drafts:
@@ -454,22 +459,25 @@ class Cycle:
             event.record()
         return Pending(host[:rows], event)
 
-    def costs(self, rows: int, choices: Sequence[Choice], greedy: bool) -> dict[Choice, float]:
+    def costs(self, size: int, choices: Sequence[Choice], greedy: bool) -> dict[Choice, float]:
         """Milliseconds of a cycle for each of them; captures what is not captured yet."""
-        size = self._size(rows, choices, greedy)
         self.warmup([size], choices, [greedy])
         return {c: self._costs[size, c, greedy] for c in choices}
 
-    def _size(self, rows: int, choices: Sequence[Choice], greedy: bool) -> int:
-        """The number of rows to run for these: padded, or for a while of a larger graph that is
-        there, so that a batch that runs empty does not stop for a capture at each size."""
+    def size(self, rows: int, choices: Sequence[Choice], greedy: bool) -> int:
+        """The number of rows to run the next cycle for: padded; or, until what that loses makes up
+        for a capture of all the choices, that of the next larger graphs. A batch that runs empty
+        passes many sizes, and does not stop at each."""
         size = min(padded_rows(rows), self.rows)
         there = [s for s, c, g in self._graphs if c == choices[0] and g == greedy and s >= size]
         there = [s for s in there if all((s, c, greedy) in self._graphs for c in choices)]
-        if not there or min(there) == size:
+        larger = min(there, default=size)
+        if larger == size:
             return size
-        self._borrowed[size] = self._borrowed.get(size, 0) + 1
-        return min(there) if self._borrowed[size] <= _BORROW else size
+        # Half of a cycle's time is taken to follow its rows.
+        lost = self._costs[larger, choices[0], greedy] * (1 - size / larger) / 2
+        self._lost[size] = self._lost.get(size, 0.0) + lost
+        return larger if self._lost[size] <= len(choices) * self._capture_ms else size
 
     def warmup(
         self, sizes: Iterable[int], choices: Iterable[Choice], rules: Iterable[bool]
@@ -483,6 +491,8 @@ class Cycle:
                     self._costs[key] = 1.0 + key[1].drafts / 16  # nothing to measure, or to gain
                 elif key not in self._graphs:
                     self._graphs[key] = self._capture(*key)
+            if self.session is not None and not choices[-1].drafts and self.device.type == "cuda":
+                self._warm_late(size)
 
     def _host(self, line: Tensor) -> Tensor:
         """A pinned place for a line; a place is free again when four cycles have come after it."""
@@ -495,6 +505,7 @@ class Cycle:
         return self._hosts[self._turn][: line.numel()].view(line.shape)
 
     def _capture(self, rows: int, choice: Choice, greedy: bool):
+        begun = time.perf_counter()
         state = (self.anchors, self.cache.all_lengths, self._late_turn)
         kept = [t.clone() for t in state]
 
@@ -523,4 +534,6 @@ class Cycle:
         restore()
         end.synchronize()
         self._costs[rows, choice, greedy] = start.elapsed_time(end) / _TIMED
+        # The least: others loaded kernels, too.
+        self._capture_ms = min(self._capture_ms, (time.perf_counter() - begun) * 1e3)
         return graph, line

@@ -221,7 +221,8 @@ class Engine:
             sizes = range(1, self.max_batch + 1) if batch_sizes is None else batch_sizes
             with torch.inference_mode():
                 rules = (True, False) if sampled else (True,)
-                for rows in {min(padded_rows(n), self._fused.rows) for n in sizes}:
+                sizes = {min(padded_rows(n), self._fused.rows) for n in sizes}
+                for rows in sorted(sizes, reverse=True):  # smaller ones find memory in the pool
                     self._fused.warmup([rows], self._choices(rows), rules)
 
     @property
@@ -330,10 +331,10 @@ class Engine:
             while len(self._queued) < AHEAD:
                 rows = len(self._running)
                 choices = self._choices(rows)
-                choice = choices[0]
+                size, choice = self._fused.size(rows, choices, self.greedy), choices[0]
                 if self._policy is not None:
-                    choice = self._policy.choose(self._fused.costs(rows, choices, self.greedy))
-                cycle = self._fused.queue(rows, choice, self.greedy)
+                    choice = self._policy.choose(self._fused.costs(size, choices, self.greedy))
+                cycle = self._fused.queue(rows, size, choice, self.greedy)
                 self._queued.append((cycle, choice, list(self._running)))
             cycle, choice, requests = self._queued.popleft()
             live = [(r, line) for r, line in zip(requests, cycle.lines()) if not r.done]

@@ -120,12 +120,15 @@ def measure(
         texts: dict[str, list[list[int]]] = {}
         runs: dict[str, list[tuple]] = {name: [] for name in engines}
         for engine in engines.values():
-            # Kernels load, graphs are captured and allocators warm up outside the clock: once in
-            # the life of a server.
+            # Kernels load, allocators warm up and graphs are captured, of all sizes that a batch
+            # passes as it runs empty, outside the clock: once in the life of a server.
             engine.max_batch = batch
-            engine.warmup([batch], sampled=temperature > 0)
-            for _ in range(2):  # a prompt's size is captured when it comes back
-                _run(engine, prompts, min(4, max_new_tokens), temperature, seed)
+            engine.warmup(range(1, batch + 1), sampled=temperature > 0)
+            # A prompt's size is captured when it comes back. Which ones join together depends on
+            # when others end, so where graphs are captured these are whole runs.
+            new = max_new_tokens if engine.mode == "captured" else min(4, max_new_tokens)
+            for _ in range(2):
+                _run(engine, prompts, new, temperature, seed)
         for _ in range(repeats):  # arms in turn, so that a slow minute hits all of them
             for name, engine in engines.items():
                 runs[name].append(_run(engine, prompts, max_new_tokens, temperature, seed))

@@ -548,10 +548,15 @@ def test_fp8_draft_head_changes_drafts_only(tiny_config):
 
 
 def test_a_batch_that_runs_empty_borrows_the_larger_graph_for_a_while(target):
+    """Until half a cycle's time, in proportion to the rows that are too many, has added up to a
+    capture of every choice."""
     cycle = Engine(target, max_batch=8, max_length=8, fused=True)._fused
     none, two = Choice.whole(0), Choice.whole(2)
     there = [(8, none, True), (6, none, True), (8, two, True), (3, none, False)]
-    cycle._graphs = dict.fromkeys(there)
-    assert [cycle._size(3, [none], True) for _ in range(136)] == [6] * 128 + [3] * 8
-    assert cycle._size(7, [none], True) == 8 and cycle._size(5, [none], True) == 6
-    assert cycle._size(2, [none, two], True) == 8 and cycle._size(4, [none], False) == 4
+    cycle._graphs, cycle._costs = dict.fromkeys(there), dict.fromkeys(there, 4.0)
+    cycle._capture_ms = 40.0  # 1 ms a cycle of 6 rows where 3 would do: 40 cycles
+    assert [cycle.size(3, [none], True) for _ in range(43)] == [6] * 40 + [3] * 3
+    assert cycle.size(7, [none], True) == 8 and cycle.size(5, [none], True) == 6
+    # 1.5 ms where 2 would do in place of 8, and two choices to capture: 53 cycles
+    assert [cycle.size(2, [none, two], True) for _ in range(55)] == [8] * 53 + [2] * 2
+    assert cycle.size(4, [none], False) == 4
