@@ -152,7 +152,8 @@ def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, 
     engine.cache.all_lengths.fill_(context)
     engine._fused.kv.normal_()
     if drafter is not None:
-        engine._fused.draft_kv.normal_()
+        for stack in engine._fused.draft_kv:
+            stack.normal_()
     engine._fused.put(0, list(range(100, 100 + batch)), [0.0] * batch, [0] * batch)
     return engine
 

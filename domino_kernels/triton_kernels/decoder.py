@@ -276,7 +276,7 @@ def attend_kernel(
     qkv_ptr, keys_ptr, values_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
     starts_ptr, positions_ptr, tree_ptr, partial_ptr, counter_ptr,
     scale, eps, max_length, cache_row, cache_head, tokens, splits, causal,
-    NORM: tl.constexpr, WINDOW: tl.constexpr,
+    NORM: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
     RAGGED: tl.constexpr, TREE: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
@@ -289,9 +289,10 @@ def attend_kernel(
     [KV_HEADS, max_length, DIM]. A program owns a part of the context of one (row, kv head) for
     BLOCK_M of its GROUP * tokens queries; the last part also takes the block's own keys and values
     and writes them into the cache. causal: token t sees the block up to itself, else all of it.
-    WINDOW > 0: only the last WINDOW positions. RAGGED: a row's tokens are starts[b] to starts[b +
-    1] of the batch. TREE > 0: they stand at positions[b, t], and bit j of the TREE words of tree[b,
-    t] says whether t sees j. The last part to arrive joins all of them, in order.
+    WINDOW > 0: only the last WINDOW positions. RING: position p lies at p % max_length, which is
+    at least WINDOW + tokens - 1. RAGGED: a row's tokens are starts[b] to starts[b + 1] of the
+    batch. TREE > 0: they stand at positions[b, t], and bit j of the TREE words of tree[b, t] says
+    whether t sees j. The last part to arrive joins all of them, in order.
     Bytes: 2 KV_HEADS lengths DIM a row, once; bound: latency below some thousand positions, then
     memory.
     """
@@ -337,15 +338,21 @@ def attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    if RING:
+        turn = length - length % max_length  # the last position that lay at 0
     for start in range(first, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         j_in = j < last
-        k_at = keys_ptr + base + j[None, :] * DIM + h[:, None]
+        slot = j
+        if RING:
+            slot = (j - turn).to(tl.int32)
+            slot += tl.where(slot < 0, max_length, 0)
+        k_at = keys_ptr + base + slot[None, :] * DIM + h[:, None]
         k_in = h_in[:, None] & j_in[None, :]
         k1 = tl.load(k_at, mask=k_in, other=0.0)
         k2 = tl.load(k_at + HALF, mask=k_in, other=0.0)
         v = tl.load(
-            values_ptr + base + j[:, None] * DIM + d[None, :],
+            values_ptr + base + slot[:, None] * DIM + d[None, :],
             mask=j_in[:, None] & d_in[None, :], other=0.0,
         )  # fmt: skip
         seen = j_in[None, :]
@@ -367,8 +374,12 @@ def attend_kernel(
             mask=t_in[:, None] & d_in[None, :], other=0.0,
         )  # fmt: skip
         if tile == 0:
-            keep = t_in & (length + t < max_length)
-            at = base + (length + t) * DIM
+            end = length + t
+            if RING:
+                end -= turn
+                end -= tl.where(end < max_length, 0, max_length)
+            keep = t_in & (end < max_length)
+            at = base + end * DIM
             k_keep = keep[:, None] & h_in[None, :]
             tl.store(keys_ptr + at[:, None] + h[None, :], k1, mask=k_keep)
             tl.store(keys_ptr + at[:, None] + HALF + h[None, :], k2, mask=k_keep)
@@ -439,15 +450,20 @@ def _row(index, starts_ptr, tokens, rows, RAGGED: tl.constexpr):
 def rotate_store_kernel(
     qkv_ptr, cache_ptr, lengths_ptr, rope_ptr, q_norm_ptr, k_norm_ptr, starts_ptr, places_ptr,
     eps, max_length, cache_layer, cache_value, cache_row, cache_head, tokens, rows, angles,
-    NORM: tl.constexpr, RAGGED: tl.constexpr, PLACED: tl.constexpr, PDL: tl.constexpr,
+    counts_ptr,
+    NORM: tl.constexpr, RAGGED: tl.constexpr, PLACED: tl.constexpr, RING: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotary of many tokens: queries in place, keys and values into the cache, keys that
     stand beside queries in place as well. PLACED: row b is row places[b] of the cache, -1: of none.
+    COUNTED: of its tokens the first counts[b] are stored, and of those the last max_length. RING:
+    position p lies at p % max_length.
 
-    qkv [B * tokens, LAYERS, HEADS + 2 KV_HEADS, DIM]: a prompt's (one layer), or the context of all
-    drafter layers (no queries, HEADS = 0; k_norm [LAYERS, DIM]). One program a (token, layer).
+    qkv [B * tokens, LAYERS, HEADS + 2 KV_HEADS, DIM]: a prompt's (one layer), or the context of
+    drafter layers, all or some (no queries, HEADS = 0; k_norm of these layers). One program a
+    (token, layer).
     """
     HALF: tl.constexpr = DIM // 2
     _begin(PDL)
@@ -475,6 +491,8 @@ def rotate_store_kernel(
         tl.store(q_at[:, None] + h[None, :], q1.to(dtype), mask=q_keep)
         tl.store(q_at[:, None] + HALF + h[None, :], q2.to(dtype), mask=q_keep)
     head = tl.arange(0, BLOCK_R)
+    if RING:
+        length = length % max_length
     position = length + head * 0  # one a head
     head_in = head < KV_HEADS
     k_at = base + (HEADS + head) * DIM
@@ -486,6 +504,9 @@ def rotate_store_kernel(
         tl.store(k_at[:, None] + h[None, :], k1.to(dtype), mask=k_keep)
         tl.store(k_at[:, None] + HALF + h[None, :], k2.to(dtype), mask=k_keep)
     keep = head_in & (position < max_length) & (place + 0 * head >= 0)
+    if COUNTED:
+        count = tl.load(counts_ptr + row)
+        keep = keep & (token + 0 * head < count) & (token + 0 * head >= count - max_length)
     at = cache_ptr + layer.to(tl.int64) * cache_layer + place * cache_row + position * DIM
     at = at + head * cache_head
     tl.store(at[:, None] + h[None, :], k1.to(dtype), mask=keep[:, None] & h_in)

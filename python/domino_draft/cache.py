@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,22 +19,33 @@ class RowCache:
     calls; both the 5.17 and the 5.24 calling convention fit). `row_mask` hides what lies past a
     row's end. lengths is int64 on the device; host_lengths is its copy on the host.
 
+    layer_lengths: of layers 0, 1, ..., where one holds fewer positions than max_length. Such a
+    layer is a ring: position p lies at p % length, and the last `length` positions are held. Its
+    roll-back is free as long as the ring is longer than its window by what is written and taken
+    back; a prompt's tokens go in by `extend`, which writes none that is not kept.
+
     All calls are about the rows in focus: neighbours, at first all. The tensors are made once, for
     all rows: at the first `update`, or by `allocate`, all layers in one, for the fused layers.
     """
 
-    def __init__(self, rows: int, max_length: int, device: torch.device | str):
-        self.max_length = max_length
+    def __init__(
+        self,
+        rows: int,
+        max_length: int,
+        device: torch.device | str,
+        layer_lengths: Sequence[int] = (),
+    ):
+        self.max_length, self._layer_lengths = max_length, tuple(layer_lengths)
         self.all_lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._all_host_lengths = [0] * rows
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._whole: Tensor | None = None
+        self._stacks: list[Tensor] = []
         self._used = self._written = 0  # rows and positions that ever held anything
         self.focus(0, rows)
 
     def focus(self, first: int, count: int) -> None:
         """Make the calls that follow be about rows first .. first + count - 1."""
-        self._at: tuple[Tensor, Tensor] | None = None  # where ragged rows write: (row, position)
+        self._at: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # what `_places` has made
         self._rows = slice(first, first + count)
         self.lengths = self.all_lengths[self._rows]
         self.host_lengths = self._all_host_lengths[self._rows]
@@ -42,18 +54,32 @@ class RowCache:
     def _part(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0][self._rows], pair[1][self._rows]
 
-    def allocate(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-        """Make all layers at once: [layers, 2, rows, kv_heads, max_length, D].
+    def length_of(self, layer: int) -> int:
+        """Positions that a layer holds: max_length, or fewer in a ring."""
+        return self._layer_lengths[layer] if layer < len(self._layer_lengths) else self.max_length
+
+    @property
+    def rings(self) -> list[bool]:
+        """Which of layers 0, 1, ... are rings; others are not."""
+        return [length < self.max_length for length in self._layer_lengths]
+
+    def allocate(self, layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+        """Make all layers at once: one tensor [n, 2, rows, kv_heads, length, D] for each run of n
+        layers of the same length, in their order.
 
         For the fused layers, which read a row up to its length and no further: what has left a row
         need not become zero.
         """
-        rows = len(self._all_host_lengths)
-        shape = layers, 2, rows, kv_heads, self.max_length, dim
-        self._whole = torch.zeros(shape, dtype=dtype, device=self.all_lengths.device)
-        self._buffers = {n: (pair[0], pair[1]) for n, pair in enumerate(self._whole)}
+        rows, device = len(self._all_host_lengths), self.all_lengths.device
+        runs = [(n, len([*run])) for n, run in groupby(map(self.length_of, range(layers)))]
+        self._stacks = [
+            torch.zeros(count, 2, rows, kv_heads, length, dim, dtype=dtype, device=device)
+            for length, count in runs
+        ]
+        pairs = (pair for stack in self._stacks for pair in stack)
+        self._buffers = {n: (pair[0], pair[1]) for n, pair in enumerate(pairs)}
         self.focus(self._rows.start, len(self.host_lengths))
-        return self._whole
+        return self._stacks
 
     @property
     def uniform(self) -> bool:
@@ -67,52 +93,84 @@ class RowCache:
     def update(self, k: Tensor, v: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         """Write T rows of one layer ([B, heads, T, D]); returns its keys and values so far.
 
-        The result ends at the longest row's last new token: [B, heads, max(lengths) + T, D].
+        The result ends at the longest row's last new token: [B, heads, max(lengths) + T, D]. Of
+        a ring that is full it is the whole, in the order of its places.
         """
-        tokens = k.shape[2]
+        tokens, length = k.shape[2], self.length_of(layer)
         end = max(self.host_lengths) + tokens
+        keys, values = self._reach(layer, k, v, end)
+        if self.uniform and end <= length:
+            keys[:, :, end - tokens : end] = k
+            values[:, :, end - tokens : end] = v
+        else:
+            rows, at = self._places(tokens, length)
+            keys[rows, :, at] = k.transpose(1, 2)
+            values[rows, :, at] = v.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def extend(
+        self,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        counts: Tensor,
+        host_counts: Sequence[int],
+    ) -> None:
+        """`update` of layers 0, 1, ... and `advance`: row b keeps its first counts[b] tokens.
+
+        T may exceed a ring, into which only what is kept is written, and of that the last.
+        """
+        tokens = max(host_counts)
+        for layer, (k, v) in enumerate(layers):
+            length = self.length_of(layer)
+            if length == self.max_length:
+                self.update(k, v, layer)
+                continue
+            keys, values = self._reach(layer, k, v, max(self.host_lengths) + tokens)
+            # The columns that a row keeps last; one that keeps fewer writes its first repeatedly.
+            last = torch.arange(-min(tokens, length), 0, device=counts.device)
+            column = (counts[:, None] + last).clamp(min=0)
+            at = (self.lengths[:, None] + column) % length
+            rows = torch.arange(len(host_counts), device=counts.device)[:, None]
+            keys[rows, :, at] = k[rows, :, column]
+            values[rows, :, at] = v[rows, :, column]
+        self.advance(counts, host_counts)
+
+    def _reach(self, layer: int, k: Tensor, v: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """A layer's tensors, made if they are not there, for a forward up to position `end`."""
         if end > self.max_length:
             raise ValueError(f"RowCache: tokens: got {end} in a row, expected <= {self.max_length}")
         if layer not in self._buffers:
             # Zeros, not empty: a masked value still meets its weight 0, and 0 * NaN is NaN.
+            rows, length = len(self._all_host_lengths), self.length_of(layer)
             self._buffers[layer] = tuple(
-                x.new_zeros(len(self._all_host_lengths), x.shape[1], self.max_length, x.shape[3])
-                for x in (k, v)
+                x.new_zeros(rows, x.shape[1], length, x.shape[3]) for x in (k, v)
             )
             self._layers[layer] = self._part(self._buffers[layer])
-        keys, values = self._layers[layer]
-        if self.uniform:
-            keys[:, :, end - tokens : end] = k
-            values[:, :, end - tokens : end] = v
-        else:
-            rows, at = self._write_index(tokens)
-            keys[rows, :, at] = k.transpose(1, 2)
-            values[rows, :, at] = v.transpose(1, 2)
         self._used = max(self._used, self._rows.stop)
         self._written = max(self._written, end)
-        return keys[:, :, :end], values[:, :, :end]
+        return self._layers[layer]
 
-    def _write_index(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Row and position of every new token, made once for all layers of a forward."""
-        if self._at is None or self._at[1].shape[1] != tokens:
+    def _places(self, tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        """Row and place of every new token, made once for all layers of a forward."""
+        if (tokens, length) not in self._at:
             rows = torch.arange(len(self.host_lengths), device=self.lengths.device)
-            self._at = rows[:, None], self.positions(tokens)
-        return self._at
+            at = self.positions(tokens)
+            self._at[tokens, length] = rows[:, None], at % length
+        return self._at[tokens, length]
 
     def advance(self, counts: Tensor, host_counts: Sequence[int]) -> None:
         """Keep the first counts[b] of the tokens written last; the two arguments agree."""
-        self._at = None
+        self._at = {}
         self.lengths += counts
         self.host_lengths = [n + c for n, c in zip(self.host_lengths, host_counts)]
         self._all_host_lengths[self._rows] = self.host_lengths
 
     def tensors(self) -> list[Tensor]:
-        """Keys and values of all layers, each [B, heads, max_length, D], of the rows in focus."""
+        """Keys and values of all layers, each [B, heads, length, D], of the rows in focus."""
         return [x for pair in self._layers.values() for x in pair]
 
     def rewind(self, host_lengths: Sequence[int]) -> None:
         """Go back to these lengths of the rows in focus."""
-        self._at = None
+        self._at = {}
         self.lengths.copy_(torch.tensor(host_lengths))
         self.host_lengths = list(host_lengths)
         self._all_host_lengths[self._rows] = self.host_lengths
@@ -129,11 +187,11 @@ class RowCache:
         if moved:
             to, source = torch.tensor(moved, device=self.all_lengths.device).unbind(1)
             self.all_lengths[to] = self.all_lengths[source]
-        if self._whole is not None:
-            held = self._whole[:, :, :, :, :reach]
+        for stack in self._stacks:
+            held = stack[:, :, :, :, :reach]
             if moved:
                 held[:, :, to] = held[:, :, source]
-        else:
+        if not self._stacks:
             for pair in self._buffers.values():
                 for x in pair:
                     x = x[:, :, : self._written]
@@ -158,16 +216,34 @@ class RowCache:
         return max(self.host_lengths) + query_length, 0
 
 
-def row_mask(cache: RowCache, tokens: int, *, causal: bool, window: int | None = None) -> Tensor:
+def row_mask(
+    cache: RowCache,
+    tokens: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    length: int | None = None,
+) -> Tensor:
     """bool [B, 1, tokens, keys]: which of the keys that `update` returns a new token may see.
 
     Token t of row b stands at lengths[b] + t. causal: it sees keys up to itself; otherwise all
-    tokens of its forward. window: and only the last `window` of those, itself included.
+    tokens of its forward. window: and only the last `window` of those, itself included. length:
+    of the layers that it is for, where they are rings.
     """
-    at = cache.positions(tokens)
-    keys = torch.arange(max(cache.host_lengths) + tokens, device=at.device)
+    at, end = cache.positions(tokens), max(cache.host_lengths) + tokens
+    length = cache.max_length if length is None else length
+    keys = torch.arange(min(end, length), device=at.device)
     last = at if causal else at[:, -1:].expand_as(at)
     mask = keys <= last[..., None]
+    if end > length:  # the position that a place holds, below 0 where it holds none yet
+        keys = held_positions(at[:, -1:], length)[:, None]
+        mask = (keys >= 0) & (keys <= last[..., None])
     if window is not None:
         mask &= keys > at[..., None] - window
     return mask[:, None]
+
+
+def held_positions(last: Tensor, length: int) -> Tensor:
+    """int64 [B, length]: what a ring whose newest positions are last [B, 1] holds at each place,
+    below 0: nothing."""
+    return last - (last - torch.arange(length, device=last.device)) % length

@@ -65,6 +65,9 @@ def read_card(folder: str | os.PathLike, target: str | os.PathLike | None = None
     total = sum(parts.values())
     verifier = (stored.config.get("speculators_config") or {}).get("verifier") or {}
     shape = (config.hidden_size, config.num_target_layers, config.vocab_size)
+    position = 4 * config.num_key_value_heads * config.head_dim
+    lengths = zip(config.context_lengths(config.max_position_embeddings), config.layer_types)
+    rings = [length for length, kind in lengths if kind == "sliding_attention"]
     card = {
         "folder": str(folder),
         "files": [file.name for file in stored.files],
@@ -77,10 +80,8 @@ def read_card(folder: str | os.PathLike, target: str | os.PathLike | None = None
         "bytes": {
             "stored": sum(t.bytes for t in tensors),
             "bfloat16": 2 * total,
-            "context_per_token_bfloat16": 4
-            * config.num_hidden_layers
-            * config.num_key_value_heads
-            * config.head_dim,
+            "context_per_token_bfloat16": position * config.layer_types.count("full_attention"),
+            "sliding_context_bfloat16": position * sum(rings),
         },
         "tensors": {t.name: list(t.shape) for t in sorted(tensors, key=lambda t: t.name)},
         "fits": {
@@ -190,8 +191,10 @@ def render(card: dict[str, Any]) -> RenderableType:
     sizes.add_row("all", f"{card['parameters']:,}", _size(bytes_["bfloat16"]))
     note = (
         f"Embedding and LM head are the target's. Context costs "
-        f"{bytes_['context_per_token_bfloat16']:,} bytes a token in bf16."
+        f"{bytes_['context_per_token_bfloat16']:,} bytes a token in bf16"
     )
+    sliding = bytes_["sliding_context_bfloat16"]
+    note += f", sliding layers up to {_size(sliding)} a text." if sliding else "."
     return Group(facts, "", sizes, "", note)
 
 

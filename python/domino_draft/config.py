@@ -9,6 +9,7 @@ from typing import Any
 
 PROJECTORS = {"domino": "domino", "causal_v5": "domino", "dflash": "dflash"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
+TAKEN_BACK = 5  # cycles at most that are run and taken back: a new graph is timed by them
 DTYPES = ("float32", "float16", "bfloat16")
 
 # Fields of related drafters (DFlash2, DSpark, MiMo, Gemma drafters, variants of the head) that
@@ -214,6 +215,17 @@ class DominoConfig:
                 f"target, which has {num_layers}; load the target that this drafter was trained for"
             )
         return errors
+
+    def context_lengths(self, max_length: int) -> list[int]:
+        """Positions of a row that each layer's cache holds for texts of up to max_length tokens.
+
+        A full layer holds all of them and a block. A sliding one holds its window and, behind it,
+        the tokens of TAKEN_BACK cycles: as many as may be written and then be taken back, without
+        a place of the window being lost to them.
+        """
+        whole = max_length + self.block_size
+        ring = min(whole, (self.sliding_window or 0) + TAKEN_BACK * (self.block_size + 1))
+        return [ring if kind == "sliding_attention" else whole for kind in self.layer_types]
 
     def slots_for(self, num_drafts: int) -> int:
         """Block slots, anchor included, that are run to propose `num_drafts` ids.

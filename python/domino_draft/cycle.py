@@ -21,6 +21,7 @@ from torch import Tensor
 from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
 
 from . import fused_ops as ops
+from .config import TAKEN_BACK
 from .fused import FusedDrafter, FusedTarget
 from .vocabulary import DraftVocabulary
 
@@ -47,7 +48,7 @@ _TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memo
 # them for the replays that a new graph is timed by.
 _LATE, LATE_PLACES = 16, 24
 _SHORT = 4096  # tokens of prompts that are padded and captured together
-_TIMED = 4  # replays that a new graph is timed by
+_TIMED = TAKEN_BACK - 1  # replays that a new graph is timed by, after a first
 
 
 def table_bytes(config: DominoConfig, dtype: torch.dtype) -> int:
@@ -110,11 +111,14 @@ class Cycle:
     ):
         self.target, self.cache, self.session = FusedTarget(target), cache, session
         decoder, device = self.target.decoder, target.device
-        self.kv = cache.allocate(len(decoder.layers), decoder.kv_heads, decoder.dim, target.dtype)
+        (self.kv,) = cache.allocate(
+            len(decoder.layers), decoder.kv_heads, decoder.dim, target.dtype
+        )
         self.rope = decoder.rope(cache.max_length)
         self.taps: tuple[int, ...] = ()
         if session is not None:
-            self.drafter, self.config = FusedDrafter(session.drafter), session.config
+            self.config = session.config
+            self.drafter = FusedDrafter(session.drafter, session.cache.rings)
             self.taps = tuple(session.drafter.feature_layers)
             decoder = self.drafter.decoder
             self.draft_kv = session.cache.allocate(
@@ -181,17 +185,17 @@ class Cycle:
 
     # ---- prompts ----
 
-    def prefill(self, ids: Tensor, first: int, start: int, keep: Tensor) -> Tensor:
+    def prefill(self, ids: Tensor, first: int, start: int, counts: Tensor, keep: Tensor) -> Tensor:
         """A piece of the prompts of rows `first` and up, which all stand at `start`.
 
-        ids int64 [n, T], right-padded; caches are written, lengths are not advanced. Returns the
-        logits [n, len(keep), V] of the columns `keep`.
+        ids int64 [n, T], of which the first counts[n] are a row's; caches are written, lengths are
+        not advanced. Returns the logits [n, len(keep), V] of the columns `keep`.
         """
         self.catch_up()
         with _nvtx(self.device, f"domino prefill B={ids.shape[0]} T={ids.shape[1]}"):
-            return self._prefill(ids, first, start, keep)
+            return self._prefill(ids, first, start, counts, keep)
 
-    def _prefill(self, ids: Tensor, first: int, start: int, keep: Tensor) -> Tensor:
+    def _prefill(self, ids: Tensor, first: int, start: int, counts: Tensor, keep: Tensor) -> Tensor:
         count, tokens = ids.shape
         rows = slice(first, first + count)
         lengths = self.cache.all_lengths[rows]
@@ -200,8 +204,9 @@ class Cycle:
             self.workspace, taps=self.taps,
         )  # fmt: skip
         if self.session is not None:
+            held = [stack[:, :, rows] for stack in self.draft_kv]
             self.drafter.store_context(
-                features, lengths, self.draft_kv[:, :, rows], self.draft_rope, self.workspace
+                features, lengths, held, self.draft_rope, self.workspace, counts=counts
             )
         ends = x.view(count, tokens, -1)[:, keep]
         return self.target.logits(ends.flatten(0, 1)).view(count, len(keep), -1)
@@ -250,9 +255,11 @@ class Cycle:
             taps=self.taps, places=places,
         )  # fmt: skip
         if self.session is not None:
+            counts = ends + 1 if any(self.session.cache.rings) else None
             self.drafter.store_context(
-                features, lengths, self.draft_kv, self.draft_rope, self.workspace, places=places
-            )
+                features, lengths, self.draft_kv, self.draft_rope, self.workspace, places=places,
+                counts=counts,
+            )  # fmt: skip
         rows = torch.arange(len(ids), device=self.device)
         return self.target.logits(x.view(*ids.shape, -1)[rows, ends])
 

@@ -202,7 +202,8 @@ class DominoSession:
         self.drafter, self.target = drafter, target
         config = drafter.config.resolve_mask_token(target.tokenizer)
         self.config = config
-        self.cache = RowCache(rows, max_length + config.block_size, target.device)
+        lengths = config.context_lengths(max_length)
+        self.cache = RowCache(rows, max_length + config.block_size, target.device, lengths)
         self.mask_embed = target.embedding[config.mask_token_id]
         self.head = drafter.head.weights(target.embedding) if drafter.head else None
 
@@ -211,9 +212,8 @@ class DominoSession:
     ) -> None:
         self.cache.focus(first, len(host_counts))
         positions = self.cache.positions(features.shape[1])
-        for layer, (k, v) in enumerate(self.drafter.context_kv(features, positions)):
-            self.cache.update(k, v, layer)
-        self.cache.advance(counts, host_counts)
+        context = self.drafter.context_kv(features, positions)
+        self.cache.extend(context, counts, host_counts)
 
     def propose(self, batch: Batch, num_drafts: int) -> Tensor:
         from domino_kernels import draft_chain
@@ -245,7 +245,10 @@ class DominoSession:
         if not self.cache.uniform:
             mask = row_mask(self.cache, slots, causal=False)
         if config.sliding_window is not None and "sliding_attention" in config.layer_types:
-            sliding = row_mask(self.cache, slots, causal=True, window=config.sliding_window)
+            ring = self.cache.length_of(config.layer_types.index("sliding_attention"))
+            sliding = row_mask(
+                self.cache, slots, causal=True, window=config.sliding_window, length=ring
+            )
         hidden = self.drafter(block, self.cache.positions(slots), self.cache, mask, sliding)
         if config.shift_label:
             hidden = hidden[:, :num_drafts]  # the last slot's own id is not asked for

@@ -414,7 +414,7 @@ class Engine:
             ends = sorted({n - 1 for n in held})
             keep, counts = torch.tensor(ends, device=device), torch.tensor(held, device=device)
             if self._fused is not None:
-                logits = self._fused.prefill(piece, first, start, keep)
+                logits = self._fused.prefill(piece, first, start, counts, keep)
                 self.cache.advance(counts, held)
                 continue
             logits, features = self.target.forward(piece, self.cache, layers=self.layers, keep=keep)

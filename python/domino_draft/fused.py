@@ -68,9 +68,17 @@ class FusedLayer:
     k_norm: Tensor | None
     causal: bool
     window: int | None
+    ring: bool  # its cache holds the last positions only: see RowCache
 
     @classmethod
-    def of(cls, layer: nn.Module, *, causal: bool = True, window: int | None = None) -> FusedLayer:
+    def of(
+        cls,
+        layer: nn.Module,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        ring: bool = False,
+    ) -> FusedLayer:
         """Of a module with the names that Llama and its relatives use."""
         attention, mlp = layer.self_attn, layer.mlp
         heads = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -96,6 +104,7 @@ class FusedLayer:
             k_norm=detached(norm("k_norm")),
             causal=causal,
             window=window,
+            ring=ring,
         )
 
 
@@ -125,7 +134,7 @@ class FusedDecoder:
         self,
         x: Tensor,
         lengths: Tensor,
-        cache: Tensor,
+        cache: Tensor | Sequence[Tensor],
         rope: Tensor,
         workspace: ops.Workspace,
         *,
@@ -134,16 +143,18 @@ class FusedDecoder:
     ) -> tuple[Tensor, Tensor | None]:
         """Before the final norm, and the outputs of the layers `taps` joined: [B * T, taps * H].
 
-        x may be overwritten. lengths int64 [B]; cache [layers, 2, rows >= B, kv_heads, L, D] is
-        written at lengths[b] + t; rope: `rope` of at least the positions that are reached. rows:
-        see `ops.attend`.
+        x may be overwritten. lengths int64 [B]; cache [layers, 2, rows >= B, kv_heads, L, D], or
+        such stacks of layers one after the other, is written at lengths[b] + t; rope: `rope` of at
+        least the positions that are reached. rows: see `ops.attend`.
         """
+        stacks = [cache] if isinstance(cache, Tensor) else cache
+        pairs = [pair for stack in stacks for pair in stack]
 
         def attend(i: int, layer: FusedLayer, qkv: Tensor) -> Tensor:
             return ops.attend(
-                qkv, cache[i, 0], cache[i, 1], lengths, rope, workspace,
+                qkv, pairs[i][0], pairs[i][1], lengths, rope, workspace,
                 heads=self.heads, scale=self.scale, q_norm=layer.q_norm, k_norm=layer.k_norm,
-                eps=self.eps, causal=layer.causal, window=layer.window, rows=rows,
+                eps=self.eps, causal=layer.causal, window=layer.window, rows=rows, ring=layer.ring,
             )  # fmt: skip
 
         return self._layers(x, attend, workspace, taps)
@@ -297,15 +308,19 @@ class FusedTarget:
 
 
 class FusedDrafter:
-    """A DominoDrafter's block and context in the same launches."""
+    """A DominoDrafter's block and context in the same launches.
 
-    def __init__(self, drafter: DominoDrafter):
+    rings: which layers' caches hold the last positions only (`RowCache.rings`); (): none.
+    """
+
+    def __init__(self, drafter: DominoDrafter, rings: Sequence[bool] = ()):
         config = drafter.config
+        rings = rings or [False] * len(drafter.layers)
         layers = []
-        for kind, module in zip(config.layer_types, drafter.layers):
+        for kind, ring, module in zip(config.layer_types, rings, drafter.layers):
             sliding = kind == "sliding_attention"
             window = config.sliding_window if sliding else None
-            layers.append(FusedLayer.of(module, causal=sliding, window=window))
+            layers.append(FusedLayer.of(module, causal=sliding, window=window, ring=ring))
         self.decoder = FusedDecoder(
             layers,
             drafter.norm.weight.detach(),
@@ -328,17 +343,28 @@ class FusedDrafter:
         self,
         features: Tensor,
         lengths: Tensor,
-        cache: Tensor,
+        cache: Sequence[Tensor],
         rope: Tensor,
         workspace: ops.Workspace,
         rows: ops.Rows | None = None,
         places: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> None:
-        """Context keys and values of features [B * T, num_features * H] at lengths[b] + t."""
+        """Context keys and values of features [B * T, num_features * H] at lengths[b] + t.
+
+        cache: stacks of layers as `RowCache.allocate` makes them. places, counts: see
+        `ops.rotate_store`; a ring takes a prompt only with counts.
+        """
         c = ops.linear(features.to(self.fc.dtype), self.fc, workspace)
         norm = (self.context_norm, self.decoder.eps)
         kv = ops.linear(c, self.context_kv, workspace, norm=norm)
-        ops.rotate_store(
-            kv, cache, lengths, rope, k_norm=self.k_norms, eps=self.decoder.eps, rows=rows,
-            places=places,
-        )  # fmt: skip
+        width, first = kv.shape[1] // len(self.k_norms), 0
+        for stack in cache:
+            last = first + len(stack)
+            ring = self.decoder.layers[first].ring
+            ops.rotate_store(
+                kv[:, first * width : last * width], stack, lengths, rope,
+                k_norm=self.k_norms[first:last], eps=self.decoder.eps, rows=rows, places=places,
+                ring=ring, counts=counts if ring else None,
+            )  # fmt: skip
+            first = last

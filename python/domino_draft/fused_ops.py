@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cache import held_positions
+
 SKINNY_ROWS = 16  # up to here our own product, beyond it the library's with the steps apart
 
 
@@ -288,6 +290,7 @@ def attend(
     causal: bool = True,
     window: int | None = None,
     rows: Rows | None = None,
+    ring: bool = False,
     plan: AttendPlan | None = None,
 ) -> Tensor:
     """Attention of each row's T new tokens over its cache and each other; writes the cache.
@@ -295,18 +298,29 @@ def attend(
     qkv [B * T, (heads + 2 kv_heads) * D]; keys, values [rows >= B, kv_heads, L, D]; lengths int64
     [B]: row b's tokens stand, and are written, at lengths[b] .. lengths[b] + T - 1. rope: from
     `rope_table`. Returns [B * T, heads * D]. causal False: the new tokens all see each other.
-    rows: where the tokens are not T a row, one behind the other.
+    rows: where the tokens are not T a row, one behind the other. ring: position p lies at p % L,
+    where L >= window + T - 1.
+
+    Raises:
+        ValueError: a ring that is too short for its window, or with a tree of tokens; a plan whose
+            parts do not fit the workspace.
     """
     batch = lengths.shape[0]
     rows = rows or Rows(qkv.shape[0] // batch)
     tokens = rows.tokens
     kv_heads, room, dim = keys.shape[1:]
+    if ring and (not window or room < window + tokens - 1 or rows.mask is not None):
+        tree = "" if rows.mask is None else " of a tree"
+        raise ValueError(
+            f"attend: ring: got {room} places for a window of {window} and {tokens} tokens{tree}, "
+            "expected at least a window and tokens - 1, and no tree"
+        )
     group = heads // kv_heads
     out = qkv.new_empty(qkv.shape[0], heads * dim)
     if not _triton(qkv):
         return _attend_torch(
             qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal,
-            window, rows,
+            window, rows, ring,
         )  # fmt: skip
     from domino_kernels.triton_kernels.decoder import attend_kernel
 
@@ -325,7 +339,7 @@ def attend(
         k_norm if k_norm is not None else qkv, out, *rows.tensors(lengths),
         workspace.partial, workspace.counters, scale, eps, room, keys.stride(0), keys.stride(1),
         tokens, plan.splits, int(causal),
-        NORM=q_norm is not None, WINDOW=window or 0,
+        NORM=q_norm is not None, WINDOW=window or 0, RING=ring,
         RAGGED=rows.starts is not None, TREE=rows.mask.shape[2] if rows.mask is not None else 0,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, SPLIT=plan.splits > 1,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=max(16, _pow2(tokens)),
@@ -395,8 +409,9 @@ def attend_plan(
 
 
 def _attend_torch(
-    qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal, window, rows
-):
+    qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal, window, rows,
+    ring,
+):  # fmt: skip
     batch, (kv_heads, room, dim) = lengths.shape[0], keys.shape[1:]
     row, token = rows.places(qkv.shape[0], lengths)
     # A place for every token that a row may have; those that it has not are never looked at.
@@ -410,13 +425,15 @@ def _attend_torch(
     k = _rotate(_norm_heads(k, k_norm, eps), angles).to(qkv.dtype)
     held = torch.zeros(batch, rows.tokens, dtype=torch.bool, device=lengths.device)
     held[row, token] = True
-    _store(keys, k, slot, held)
-    _store(values, v, slot, held)
+    place = slot % room if ring else slot
+    _store(keys, k, place, held)
+    _store(values, v, place, held)
     j = torch.arange(room, device=lengths.device)
     if rows.mask is None:
+        # The position that a place holds; below 0 a ring's place holds none.
+        where = held_positions(slot[:, -1:], room)[:, None] if ring else j
         last = slot if causal else slot[:, -1:].expand_as(slot)
-        seen = j <= last[..., None]
-        where = j
+        seen = (where >= 0) & (where <= last[..., None])
     else:
         t = torch.arange(rows.tokens, device=lengths.device)
         bits = (rows.mask[..., t // 32] >> (t % 32)) & 1
@@ -428,7 +445,7 @@ def _attend_torch(
     if window:
         seen = seen & (where > at[..., None] - window)
     # What lies behind a row's end may be anything: its weight is 0, and 0 * NaN is NaN.
-    held = (j <= slot[:, -1:])[:, None, :, None]
+    held = (where[:, 0] >= 0 if ring else j <= slot[:, -1:])[:, None, :, None]
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         keys[:batch].where(held, 0),
@@ -460,22 +477,39 @@ def rotate_store(
     eps: float = 0.0,
     rows: Rows | None = None,
     places: Tensor | None = None,
+    ring: bool = False,
+    counts: Tensor | None = None,
 ) -> None:
     """Norms and rotary alone: keys and values into the cache, queries and their keys in place.
 
-    qkv [tokens of all rows, layers * (heads + 2 kv_heads) * D], contiguous; cache [layers, 2, rows,
-    kv_heads, L, D]; k_norm [layers, D]. rows: where they are not equally many a row. places int64
-    [B]: the cache's row of each, -1: none; None: its first ones.
+    qkv [tokens of all rows, layers * (heads + 2 kv_heads) * D], contiguous or such columns of more
+    layers; cache [layers, 2, rows, kv_heads, L, D]; k_norm [layers, D]. rows: where they are not
+    equally many a row. places int64 [B]: the cache's row of each, -1: none; None: its first ones.
+    ring: position p lies at p % L. counts int64 [B]: of each row's tokens the first counts[b] are
+    stored, and of those the last L; None: all, of which a ring takes L at most.
+
+    Raises:
+        ValueError: more tokens than a ring holds, without counts.
     """
     layers, _, _, kv_heads, room, dim = cache.shape
     batch, total = lengths.shape[0], qkv.shape[0]
     rows = rows or Rows(total // batch)
+    if ring and counts is None and rows.tokens > room:
+        raise ValueError(
+            f"rotate_store: counts: got None, expected some with {rows.tokens} tokens a row and a "
+            f"ring of {room} places"
+        )
     if not _triton(qkv):
         row, token = rows.places(total, lengths)
         at = lengths[row] + token
         place = row if places is None else places[row]
-        keep = (at < room) & (place >= 0)
+        keep = place >= 0
+        if counts is not None:
+            keep &= (token < counts[row]) & (token >= counts[row] - room)
         angles = rope[at.clamp(max=rope.shape[0] - 1)][:, None]
+        if ring:
+            at = at % room
+        keep &= at < room
         qkv = qkv.view(total, 1, layers, heads + 2 * kv_heads, dim)
         for layer in range(layers):
             q, k, v = qkv[:, :, layer].split((heads, kv_heads, kv_heads), dim=2)
@@ -493,9 +527,11 @@ def rotate_store(
         qkv, cache, lengths, rope, q_norm if q_norm is not None else qkv,
         k_norm if k_norm is not None else qkv, rows.tensors(lengths)[0],
         places if places is not None else lengths, eps, room, *cache.stride()[:4], rows.tokens,
-        batch, rope.shape[0],
+        batch, rope.shape[0], counts if counts is not None else lengths,
         NORM=k_norm is not None, RAGGED=rows.ragged(batch), PLACED=places is not None,
-        LAYERS=layers, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        RING=ring, COUNTED=counts is not None,
+        LAYERS=qkv.stride(0) // ((heads + 2 * kv_heads) * dim),  # of a token's row
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
         BLOCK_Q=_pow2(heads), BLOCK_R=_pow2(kv_heads), BLOCK_H=_pow2(dim // 2),
         BLOCK_D=_pow2(dim), num_warps=4, **_overlap(qkv.device),
     )  # fmt: skip

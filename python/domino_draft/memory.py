@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 class Memory:
     """Bytes by what holds them.
 
-    Weights and caches stay as long as the engine. logits (a cycle's, of target and drafter) and
-    features (of the target's largest forward: layer outputs for the drafter, apart and joined) are
-    the loop's own large tensors of a step. fused is what the fused layers keep beside the model's
-    weights, on a GPU. What the layers of a forward hold for a moment, and so the pool of captured
-    graphs beyond the logits, comes on top and is not counted.
+    Weights and caches stay as long as the engine; drafter_cache counts of a sliding layer its ring
+    (`DominoConfig.context_lengths`). logits (a cycle's, of target and drafter) and features (of the
+    target's largest forward: layer outputs for the drafter, apart and joined) are the loop's own
+    large tensors of a step. fused is what the fused layers keep beside the model's weights, on a
+    GPU. What the layers of a forward hold for a moment, and so the pool of captured graphs beyond
+    the logits, comes on top and is not counted.
     """
 
     target_weights: int
@@ -76,8 +77,8 @@ def estimate_memory(
     if isinstance(drafter, DominoDrafter):
         own = drafter.config
         drafter_weights = _weights(drafter)
-        positions = batch * (room + own.block_size) * own.num_key_value_heads * own.head_dim
-        drafter_cache = 2 * own.num_hidden_layers * positions * drafter.dtype.itemsize
+        position = 2 * own.num_key_value_heads * own.head_dim * drafter.dtype.itemsize
+        drafter_cache = batch * sum(own.context_lengths(room)) * position
         every_slot = drafter.head is not None and not own.shift_label
         logit_rows += own.slots_for(drafts) if every_slot else drafts
         tokens = max(min(prefill_tokens, batch * length), batch * (drafts + 1))

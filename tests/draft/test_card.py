@@ -45,6 +45,18 @@ def test_json(folders):
     assert card["fits"]["num_layers"] == 4 and card["fits"]["shape_of"] is None
 
 
+def test_context_of_sliding_layers(tmp_path, tiny_config):
+    kinds = ("sliding_attention", "full_attention")
+    drafter = DominoDrafter(tiny_config(layer_types=kinds, sliding_window=9)).bfloat16()
+    drafter.save_pretrained(tmp_path)
+    found = read_card(tmp_path)["bytes"]
+    each = 2 * 2 * 2 * 16  # k and v of two heads in two bytes
+    assert found["context_per_token_bfloat16"] == each
+    assert found["sliding_context_bfloat16"] == (9 + 5 * 5) * each
+    text = " ".join(inspect(tmp_path).stdout.split())
+    assert "128 bytes a token in bf16, sliding layers up to 0.00 MB a text." in text
+
+
 def test_text(folders):
     done = inspect(folders[0])
     text = " ".join(done.stdout.split())
@@ -59,7 +71,7 @@ def test_text(folders):
         "slots 1 to 3",
         "a causal LM with hidden 32, 4 layers, vocabulary 61",
         "head: vocabulary W2 488",
-        "Context costs 256 bytes a token",
+        "Context costs 256 bytes a token in bf16.",
     ):
         assert phrase in text, phrase
     assert "prefix_gru" not in text

@@ -120,7 +120,7 @@ def test_the_number_of_drafts_may_change_between_cycles(target, tiny_config, mon
     assert text == own_text(target.model, prompt, 30)
     whole = prompt + text[:-1]
     _, again = run(whole, 1)  # the same context from one forward over it
-    for held, wanted in ((cycle.draft_kv, again.draft_kv), (cycle.kv, again.kv)):
+    for held, wanted in (*zip(cycle.draft_kv, again.draft_kv), (cycle.kv, again.kv)):
         torch.testing.assert_close(
             held[:, :, 0, :, : len(whole)], wanted[:, :, 0, :, : len(whole)], rtol=1e-3, atol=1e-3
         )

@@ -39,7 +39,7 @@ def fused(target, prompts, block):
     whole = FusedTarget(target)
     decoder, workspace = whole.decoder, ops.Workspace(target.device)
     cache = RowCache(len(LENGTHS), 32, target.device)
-    kv = cache.allocate(len(decoder.layers), decoder.kv_heads, decoder.dim, target.dtype)
+    (kv,) = cache.allocate(len(decoder.layers), decoder.kv_heads, decoder.dim, target.dtype)
     rope = decoder.rope(64)
     out = []
     x, features = decoder.prefill(
@@ -103,7 +103,7 @@ def test_drafter(tiny_config, sliding, device):
     cache = torch.zeros(2, 2, 2, 2, 16, 16, device=device)
     rope = decoder.rope(32)
     start = torch.zeros_like(lengths)
-    whole.store_context(features.flatten(0, 1), start, cache, rope, workspace)
+    whole.store_context(features.flatten(0, 1), start, [cache], rope, workspace)
     x, _ = decoder.run(block.flatten(0, 1).clone(), lengths, cache, rope, workspace)
     ours = whole.hidden(x).view(2, 4, 32)
 

@@ -213,6 +213,68 @@ def check_rotate_store(device, dtype, tolerance):
         close(qkv.cpu(), wide_qkv, tolerance)
 
 
+def check_ring(device, dtype, tolerance):
+    """A ring as short as its window allows, against a whole cache; what is stored in it."""
+    torch.manual_seed(6)
+    heads, kv_heads, dim, room, tokens, window = 4, 2, 16, 96, 5, 7
+    length = window + tokens - 1
+    lengths = torch.tensor([0, 3, 10, 11, 41, 86], device=device)
+    batch = len(lengths)
+    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), room)
+    workspace = ops.Workspace(device)
+    settings = dict(heads=heads, scale=dim**-0.5, window=window)
+    qkv = torch.randn(batch * tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    whole = torch.randn(2, batch, kv_heads, room, dim, device=device, dtype=dtype)
+    ring = torch.full((2, batch, kv_heads, length, dim), float("nan"), device=device, dtype=dtype)
+    for row, end in enumerate(lengths.tolist()):
+        for position in range(max(0, end - window + 1), end):  # no other may be read
+            ring[:, row, :, position % length] = whole[:, row, :, position]
+    for causal in (True, False):
+        form = settings | dict(causal=causal)
+        wide, kept = whole.cpu().double(), ring.cpu().double()
+        expected = twin(ops.attend, qkv, *wide, lengths, rope, None, **form)
+        close(twin(ops.attend, qkv, *kept, lengths, rope, None, ring=True, **form), expected, 1e-6)
+        plans = [ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1), None]
+        for plan in plans if device == "cpu" else plans[1:]:
+            held = ring.clone()
+            got = ops.attend(qkv, *held, lengths, rope, workspace, plan=plan, ring=True, **form)
+            close(got.cpu(), expected, tolerance)
+            for cache in (held, kept):
+                for row, end in enumerate(lengths.tolist()):
+                    for position in range(max(0, end - window + 1), end + tokens):
+                        place = cache[:, row, :, position % length].cpu()
+                        close(place, wide[:, row, :, position], tolerance)
+    with pytest.raises(ValueError, match="attend: ring: got 11 places for a window of 8"):
+        ops.attend(qkv, *ring, lengths, rope, workspace, ring=True, **settings | dict(window=8))
+
+    # Context of layers 1 and 2 of three; prompts longer than the ring, some of them padded.
+    width, tokens = 2 * kv_heads * dim, 14
+    norms = torch.randn(2, dim, device=device, dtype=dtype)
+    kv = torch.randn(batch * tokens, 3 * width, device=device, dtype=dtype)[:, width:]
+    counts = torch.tensor([14, 3, 1, 14, 11, 5], device=device)
+    places = torch.tensor([5, 1, 2, 3, -1, 0], device=device)
+    for start, place in ((torch.zeros_like(lengths), places), (lengths - lengths // 8, None)):
+        begin = torch.full((2, 2, batch, kv_heads, length, dim), 9.0, device=device, dtype=dtype)
+        given = dict(eps=1e-6, counts=counts.cpu(), k_norm=norms.cpu().double())
+        whole = torch.zeros(2, 2, batch, kv_heads, room, dim, dtype=torch.float64)
+        at = None if place is None else place.cpu()
+        twin(ops.rotate_store, kv, whole, start, rope, places=at, **given | dict(counts=None))
+        expected = begin.cpu().double()
+        for row, (first, count) in enumerate(zip(start.tolist(), counts.tolist())):
+            to = row if place is None else place[row]
+            for position in range(first + max(0, count - length), first + count):
+                if to >= 0:
+                    expected[:, :, to, :, position % length] = whole[:, :, to, :, position]
+        wide = begin.cpu().double()
+        twin(ops.rotate_store, kv, wide, start, rope, places=at, ring=True, **given)
+        close(wide, expected, 1e-6)
+        given = dict(eps=1e-6, counts=counts, k_norm=norms)
+        ops.rotate_store(kv, begin, start, rope, places=place, ring=True, **given)
+        close(begin.cpu(), expected, tolerance)
+    with pytest.raises(ValueError, match="rotate_store: counts: got None, expected some with 14"):
+        ops.rotate_store(kv, begin, lengths, rope, ring=True)
+
+
 def check_allot(device):
     """The same tokens as by sorting; ties, rows without a request, NaN, all and none."""
     torch.manual_seed(4)
@@ -268,6 +330,7 @@ def check_all(device, dtype, tolerance):
     for tokens, form in ((40, "tree"), (9, "sliding tree"), (6, "ragged")):
         check_rows_of_their_own(device, dtype, tolerance, tokens, form)
     check_rotate_store(device, dtype, tolerance)
+    check_ring(device, dtype, tolerance)
 
 
 if __name__ == "__main__":

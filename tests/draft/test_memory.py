@@ -7,6 +7,7 @@ from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, estimate_m
 from .conftest import tiny_model
 
 BATCH, LENGTH = 3, 40
+SLIDING = ("full_attention", "sliding_attention")
 
 
 def held(cache):
@@ -14,7 +15,7 @@ def held(cache):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["none", "ngram", "shift", "plain", "dflash"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "shift", "plain", "dflash", "sliding"])
 def test_every_figure_is_a_tensors_size(tiny_config, monkeypatch, kind, tied):
     target = Target(tiny_model("Qwen3", tie_word_embeddings=tied).to(torch.bfloat16))
     drafter = {
@@ -23,6 +24,7 @@ def test_every_figure_is_a_tensors_size(tiny_config, monkeypatch, kind, tied):
         "shift": lambda: DominoDrafter(tiny_config()),
         "plain": lambda: DominoDrafter(tiny_config(shift_label=False, block_size=6)),
         "dflash": lambda: DominoDrafter(tiny_config(projector_type="dflash")),
+        "sliding": lambda: DominoDrafter(tiny_config(layer_types=SLIDING, sliding_window=4)),
     }[kind]()
     settings = {"prefill_tokens": 30} | ({"num_drafts": 3} if drafter is not None else {})
     if isinstance(drafter, DominoDrafter):

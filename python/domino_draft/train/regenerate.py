@@ -116,7 +116,7 @@ class Regenerator:
         self.device = weight.device
         self.slots, self.sampled, self.max_length = slots, sampled_slots, max_length
         self.cache = RowCache(slots, max_length, self.device)
-        self.kv = self.cache.allocate(
+        (self.kv,) = self.cache.allocate(
             len(decoder.layers), decoder.kv_heads, decoder.dim, weight.dtype
         )
         self.rope, self.workspace = decoder.rope(max_length), Workspace(self.device)
