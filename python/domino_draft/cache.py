@@ -49,10 +49,14 @@ class RowCache:
         self._rows = slice(first, first + count)
         self.lengths = self.all_lengths[self._rows]
         self.host_lengths = self._all_host_lengths[self._rows]
-        self._layers = {n: self._part(pair) for n, pair in self._buffers.items()}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # what `_part` has made
 
-    def _part(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return pair[0][self._rows], pair[1][self._rows]
+    def _part(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows in focus, cut when asked for: the fused layers never ask."""
+        if layer not in self._layers:
+            keys, values = self._buffers[layer]
+            self._layers[layer] = keys[self._rows], values[self._rows]
+        return self._layers[layer]
 
     def length_of(self, layer: int) -> int:
         """Positions that a layer holds: max_length, or fewer in a ring."""
@@ -144,10 +148,9 @@ class RowCache:
             self._buffers[layer] = tuple(
                 x.new_zeros(rows, x.shape[1], length, x.shape[3]) for x in (k, v)
             )
-            self._layers[layer] = self._part(self._buffers[layer])
         self._used = max(self._used, self._rows.stop)
         self._written = max(self._written, end)
-        return self._layers[layer]
+        return self._part(layer)
 
     def _places(self, tokens: int, length: int) -> tuple[Tensor, Tensor]:
         """Row and place of every new token, made once for all layers of a forward."""
@@ -166,7 +169,7 @@ class RowCache:
 
     def tensors(self) -> list[Tensor]:
         """Keys and values of all layers, each [B, heads, length, D], of the rows in focus."""
-        return [x for pair in self._layers.values() for x in pair]
+        return [x for layer in self._buffers for x in self._part(layer)]
 
     def rewind(self, host_lengths: Sequence[int]) -> None:
         """Go back to these lengths of the rows in focus."""

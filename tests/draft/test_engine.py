@@ -560,3 +560,14 @@ def test_a_batch_that_runs_empty_borrows_the_larger_graph_for_a_while(target):
     # 1.5 ms where 2 would do in place of 8, and two choices to capture: 53 cycles
     assert [cycle.size(2, [none, two], True) for _ in range(55)] == [8] * 53 + [2] * 2
     assert cycle.size(4, [none], False) == 4
+
+
+def test_fused_steps_cut_nothing_out_of_the_caches(target, tiny_config):
+    """Two views a layer whenever a row comes or goes would be host time of the first token."""
+    engine = Engine(
+        target, make_drafter("domino", tiny_config), max_batch=2, max_length=LENGTH, fused=True
+    )
+    for length in (3, 9, 4):
+        engine.add([5] * length, 4)
+    assert len({chunk.request for chunk in engine}) == 3
+    assert not engine.cache._layers and not engine.session.cache._layers
