@@ -25,18 +25,22 @@ from bench import report
 DRAFTER = Path(__file__).parent.parent / "models" / "smollm2-135m-domino"
 
 
-def first_token_ms(target, drafter, prompts, **settings):
-    """Median milliseconds from `add` to a request's first token, one request at a time."""
-    longest = max(map(len, prompts)) + 1
-    engine = Engine(target, drafter, max_batch=1, max_length=longest, **settings)
-    times = []
-    for prompt in prompts * 3:  # the first ones warm up, the second capture
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        engine.add(prompt, 1)
-        engine.step()  # reads the token
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2 * len(prompts) :])
+def first_token_ms(engines, prompts, repeats=5):
+    """Milliseconds from `add` to a request's first token, one request at a time, the engines in
+    turn: of each the median and the quartiles around it."""
+    times = {name: [] for name in engines}
+    for turn in range(2 + repeats):  # the first warms up, the second captures
+        for prompt in prompts:
+            for name, engine in engines.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                request = engine.add(prompt, 2)
+                engine.step()  # reads the token
+                if turn >= 2:
+                    times[name].append((time.perf_counter() - start) * 1e3)
+                engine.cancel(request)
+    cuts = {name: statistics.quantiles(found) for name, found in times.items()}
+    return {name: {"median": m, "quartiles": [low, high]} for name, (low, m, high) in cuts.items()}
 
 
 def drafts(text):
@@ -94,13 +98,14 @@ def main():
             Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
 
     def first_tokens():
+        room = {"max_batch": 1, "max_length": longest + 2}
+        singles = {
+            "stock": Engine(target, None, fused=False, **room),
+            "target alone": Engine(target, None, **room),
+            "drafter": Engine(target, drafter, **room),
+        }
         for name, prompts in sets.items():
-            few = prompts[:8]
-            run["sets"][name]["first_token_ms"] = {
-                "stock": first_token_ms(target, None, few, fused=False),
-                "target alone": first_token_ms(target, None, few),
-                "drafter": first_token_ms(target, drafter, few),
-            }
+            run["sets"][name]["first_token_ms"] = first_token_ms(singles, prompts[:8])
             told(name, run["sets"][name]["first_token_ms"])
 
     outputs = {name: {} for name in sets}

@@ -402,9 +402,11 @@ class Engine:
         self.cache.focus(first, len(prompts))
         drafts = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
         if self._fused is not None and longest <= size:
-            logits = self._fused.prompts(prompts, first)[:, None]
-            self.cache.advance(torch.tensor(lengths, device=device), lengths)
+            # Before the forward: a copy from the host waits for all that is queued.
+            counts = torch.tensor(lengths, device=device)
             self._set_law(self._running[first:])
+            logits = self._fused.prompts(prompts, first)[:, None]
+            self.cache.advance(counts, lengths)
             return _lines(self._verify(logits, drafts, self.cache.lengths - 1))
         padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
         for start in range(0, longest, size):
