@@ -19,6 +19,56 @@
 #include "verify/verify_shard.h"
 #include "verify/verify_tree.h"
 
+namespace domino {
+
+namespace {
+
+// An op whose Params are those of verify_chain or begin with them: its own fields, then those of
+// the call.
+template <class P, class... Own>
+void bind_chain_op(pybind11::module_& m, const char* name, int (*cuda)(const P&, void*),
+                   int (*cpu)(const P&), Own... own) {
+  using Chain = VerifyChainParams;
+  const auto field = [](const char* keyword, auto Chain::* member) {
+    using T = std::remove_reference_t<decltype(std::declval<P&>().*member)>;
+    return Field<P, T>{keyword, member};
+  };
+  bind_op<P>(
+      m, name, cuda, cpu, own..., field("workspace", &Chain::workspace),
+      field("target_logits", &Chain::target_logits), field("draft_tokens", &Chain::draft_tokens),
+      field("rules", &Chain::rules), field("temperature", &Chain::temperature),
+      field("seed", &Chain::seed), field("block_start", &Chain::block_start),
+      field("draft_logits", &Chain::draft_logits), field("draft_ids", &Chain::draft_ids),
+      field("draft_logprob", &Chain::draft_logprob),
+      field("draft_temperature", &Chain::draft_temperature), field("cu_rows", &Chain::cu_rows),
+      field("num_active", &Chain::num_active), field("residual_slot", &Chain::residual_slot),
+      field("top_k", &Chain::top_k), field("top_p", &Chain::top_p), field("min_p", &Chain::min_p),
+      field("logit_bias", &Chain::logit_bias),
+      field("repetition_penalty", &Chain::repetition_penalty),
+      field("presence_penalty", &Chain::presence_penalty),
+      field("frequency_penalty", &Chain::frequency_penalty),
+      field("prompt_mask", &Chain::prompt_mask), field("output_counts", &Chain::output_counts),
+      field("grammar_mask", &Chain::grammar_mask), field("batch", &Chain::batch),
+      field("drafts", &Chain::drafts), field("vocab", &Chain::vocab), field("pool", &Chain::pool),
+      field("top_logprobs", &Chain::top_logprobs), field("total_rows", &Chain::total_rows),
+      field("target_batch_stride", &Chain::target_batch_stride),
+      field("target_row_stride", &Chain::target_row_stride),
+      field("draft_tokens_stride", &Chain::draft_tokens_stride),
+      field("draft_batch_stride", &Chain::draft_batch_stride),
+      field("draft_row_stride", &Chain::draft_row_stride),
+      field("ids_batch_stride", &Chain::ids_batch_stride),
+      field("ids_row_stride", &Chain::ids_row_stride), field("bias_stride", &Chain::bias_stride),
+      field("prompt_stride", &Chain::prompt_stride), field("counts_stride", &Chain::counts_stride),
+      field("grammar_batch_stride", &Chain::grammar_batch_stride),
+      field("grammar_row_stride", &Chain::grammar_row_stride), field("rule", &Chain::rule),
+      field("filter_order", &Chain::filter_order), field("target_dtype", &Chain::target_dtype),
+      field("draft_dtype", &Chain::draft_dtype));
+}
+
+}  // namespace
+
+}  // namespace domino
+
 PYBIND11_MODULE(_C, m) {
   using namespace domino;
   m.doc() = "CUDA kernels and their CPU twins; use the public functions of domino_kernels";
@@ -187,40 +237,12 @@ PYBIND11_MODULE(_C, m) {
                  field("kind", &Noise::kind));
 
   using Chain = VerifyChainParams;
-  bind_op<Chain>(
-      m, "verify_chain", DOMINO_CUDA_LAUNCHER(verify_chain_cuda), verify_chain_cpu,
-      field("tokens", &Chain::tokens), field("num_accepted", &Chain::num_accepted),
-      field("num_emitted", &Chain::num_emitted), field("chosen_logprob", &Chain::chosen_logprob),
-      field("status", &Chain::status), field("top_ids", &Chain::top_ids),
-      field("top_logprob", &Chain::top_logprob), field("workspace", &Chain::workspace),
-      field("target_logits", &Chain::target_logits), field("draft_tokens", &Chain::draft_tokens),
-      field("rules", &Chain::rules), field("temperature", &Chain::temperature),
-      field("seed", &Chain::seed), field("block_start", &Chain::block_start),
-      field("draft_logits", &Chain::draft_logits), field("draft_ids", &Chain::draft_ids),
-      field("draft_logprob", &Chain::draft_logprob),
-      field("draft_temperature", &Chain::draft_temperature), field("cu_rows", &Chain::cu_rows),
-      field("num_active", &Chain::num_active), field("residual_slot", &Chain::residual_slot),
-      field("top_k", &Chain::top_k), field("top_p", &Chain::top_p), field("min_p", &Chain::min_p),
-      field("logit_bias", &Chain::logit_bias),
-      field("repetition_penalty", &Chain::repetition_penalty),
-      field("presence_penalty", &Chain::presence_penalty),
-      field("frequency_penalty", &Chain::frequency_penalty),
-      field("prompt_mask", &Chain::prompt_mask), field("output_counts", &Chain::output_counts),
-      field("grammar_mask", &Chain::grammar_mask), field("batch", &Chain::batch),
-      field("drafts", &Chain::drafts), field("vocab", &Chain::vocab), field("pool", &Chain::pool),
-      field("top_logprobs", &Chain::top_logprobs), field("total_rows", &Chain::total_rows),
-      field("target_batch_stride", &Chain::target_batch_stride),
-      field("target_row_stride", &Chain::target_row_stride),
-      field("draft_tokens_stride", &Chain::draft_tokens_stride),
-      field("draft_batch_stride", &Chain::draft_batch_stride),
-      field("draft_row_stride", &Chain::draft_row_stride),
-      field("ids_batch_stride", &Chain::ids_batch_stride),
-      field("ids_row_stride", &Chain::ids_row_stride), field("bias_stride", &Chain::bias_stride),
-      field("prompt_stride", &Chain::prompt_stride), field("counts_stride", &Chain::counts_stride),
-      field("grammar_batch_stride", &Chain::grammar_batch_stride),
-      field("grammar_row_stride", &Chain::grammar_row_stride), field("rule", &Chain::rule),
-      field("filter_order", &Chain::filter_order), field("target_dtype", &Chain::target_dtype),
-      field("draft_dtype", &Chain::draft_dtype));
+  bind_chain_op<Chain>(m, "verify_chain", DOMINO_CUDA_LAUNCHER(verify_chain_cuda), verify_chain_cpu,
+                       field("tokens", &Chain::tokens), field("num_accepted", &Chain::num_accepted),
+                       field("num_emitted", &Chain::num_emitted),
+                       field("chosen_logprob", &Chain::chosen_logprob),
+                       field("status", &Chain::status), field("top_ids", &Chain::top_ids),
+                       field("top_logprob", &Chain::top_logprob));
   m.def("verify_chain_workspace", &verify_chain_workspace, pybind11::kw_only(),
         pybind11::arg("batch"), pybind11::arg("drafts"), pybind11::arg("vocab"),
         pybind11::arg("dense"));
@@ -249,26 +271,17 @@ PYBIND11_MODULE(_C, m) {
                 field("parts", &Rows::parts), field("top_logprobs", &Rows::top_logprobs),
                 field("dtype", &Rows::dtype));
   using Shard = VerifyShardParams;
-  bind_op<Shard>(
-      m, "verify_shard", DOMINO_CUDA_LAUNCHER(verify_shard_cuda), verify_shard_cpu,
-      field("verdict", &Shard::verdict), field("status", &Shard::status),
-      field("logprob", &Shard::logprob), field("keys", &Shard::keys),
-      field("key_logprob", &Shard::key_logprob), field("partials", &Shard::partials),
-      field("target_logits", &Shard::target_logits), field("draft_tokens", &Shard::draft_tokens),
-      field("temperature", &Shard::temperature), field("seed", &Shard::seed),
-      field("block_start", &Shard::block_start), field("draft_logits", &Shard::draft_logits),
-      field("draft_ids", &Shard::draft_ids), field("draft_logprob", &Shard::draft_logprob),
-      field("draft_temperature", &Shard::draft_temperature), field("batch", &Shard::batch),
-      field("drafts", &Shard::drafts), field("parts", &Shard::parts), field("vocab", &Shard::vocab),
-      field("vocab_start", &Shard::vocab_start), field("vocab_total", &Shard::vocab_total),
-      field("pool", &Shard::pool), field("target_batch_stride", &Shard::target_batch_stride),
-      field("target_row_stride", &Shard::target_row_stride),
-      field("draft_tokens_stride", &Shard::draft_tokens_stride),
-      field("draft_batch_stride", &Shard::draft_batch_stride),
-      field("draft_row_stride", &Shard::draft_row_stride),
-      field("ids_batch_stride", &Shard::ids_batch_stride),
-      field("ids_row_stride", &Shard::ids_row_stride), field("rule", &Shard::rule),
-      field("target_dtype", &Shard::target_dtype), field("draft_dtype", &Shard::draft_dtype));
+  const auto bind_shard_op = [&](const char* name, auto cuda, auto cpu) {
+    bind_chain_op<Shard>(
+        m, name, cuda, cpu, field("verdict", &Shard::verdict),
+        field("slot_status", &Shard::slot_status), field("logprob", &Shard::logprob),
+        field("keys", &Shard::keys), field("key_logprob", &Shard::key_logprob),
+        field("partials", &Shard::partials), field("parts", &Shard::parts),
+        field("vocab_start", &Shard::vocab_start), field("shard_vocab", &Shard::shard_vocab));
+  };
+  bind_shard_op("verify_shard_rows", DOMINO_CUDA_LAUNCHER(verify_shard_rows_cuda),
+                verify_shard_rows_cpu);
+  bind_shard_op("verify_shard", DOMINO_CUDA_LAUNCHER(verify_shard_cuda), verify_shard_cpu);
   using Tree = VerifyTreeParams;
   bind_op<Tree>(
       m, "verify_tree", DOMINO_CUDA_LAUNCHER(verify_tree_cuda), verify_tree_cpu,

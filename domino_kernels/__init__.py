@@ -39,7 +39,7 @@ _HOME = {
     "verify_tree": "domino_kernels.ops.verify_tree",
     "verify_tree_workspace": "domino_kernels.ops.verify_tree",
     "VerifyResult": "domino_kernels.ops.verify",
-    "VerifyRule": "domino_kernels.ops.verify",
+    "VerifyRule": "domino_kernels.ops.verify_checks",
     "VerifyStatus": "domino_kernels.ops.verify",
     "noise": "domino_kernels.ops.verify",
     "RowStats": "domino_kernels.ops.row_stats",
@@ -48,8 +48,8 @@ _HOME = {
     "row_stats": "domino_kernels.ops.row_stats",
     "ShardResult": "domino_kernels.ops.verify_shard",
     "join_verify_shards": "domino_kernels.ops.verify_shard",
-    "shard_rows": "domino_kernels.ops.verify_shard",
     "verify_shard": "domino_kernels.ops.verify_shard",
+    "verify_shard_rows": "domino_kernels.ops.verify_shard",
     "verify_chain": "domino_kernels.ops.verify",
     "verify_chain_workspace": "domino_kernels.ops.verify",
 }

@@ -203,14 +203,30 @@ def combine_row_stats(full):
     return (torch.zeros(2, 3, 5).long(), *inputs, 9, *out)
 
 
-def verify_shard(sampled):
-    out = [torch.zeros(2, 3).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 3)]
-    out += [torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3)]
+def shard_call(sampled):
     request = (torch.ones(2), torch.arange(2), torch.arange(2)) if sampled else (None,) * 3
     pool = (torch.randn(2, 2, 4), torch.arange(4).int().expand(2, 2, 4)) if sampled else (None,) * 2
     told = torch.ones(2) if sampled else None
-    inputs = torch.randn(2, 3, 9), torch.zeros(2, 2).long(), torch.zeros(3, 6, 5).long()
-    return (*inputs, int(sampled), *request, *pool, None, told, 128, 137, *out)
+    rules = torch.tensor([1, 3], dtype=torch.uint8) if sampled else None
+    integers = dict(dtype=torch.int32)
+    edits, rows = [None] * 7, [None] * 2
+    if sampled:
+        edits = [torch.randn(2, 9), *torch.ones(3, 2), torch.ones(2, 1, **integers)]
+        edits += [torch.ones(2, 9, **integers), torch.full((5, 1), 7, **integers)]
+        rows = [torch.tensor([2], **integers), torch.tensor([0, 3, 5], **integers)]
+    logits = torch.randn(5, 9) if sampled else torch.randn(2, 3, 9)
+    inputs = logits, torch.zeros(2, 2).long(), int(sampled)
+    return (*inputs, rules, *request, *pool, None, told, *edits, *rows, 128, 137)
+
+
+def verify_shard_rows(sampled):
+    return (*shard_call(sampled), torch.zeros(6, 5).long(), torch.zeros(100).long())
+
+
+def verify_shard(sampled):
+    out = [torch.zeros(2, 3).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 3)]
+    out += [torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3)]
+    return (*shard_call(sampled), torch.zeros(3, 6, 5).long(), *out)
 
 
 def verify_tree(rule, sampled, pooled, dense, ragged, logprobs=True):
@@ -304,6 +320,7 @@ SAMPLES = {
     "vocab_winners": [vocab_winners(torch.bfloat16, i) for i in (False, True)],
     "row_stats": [row_stats(False), row_stats(True)],
     "combine_row_stats": [combine_row_stats(False), combine_row_stats(True)],
+    "verify_shard_rows": [verify_shard_rows(False), verify_shard_rows(True)],
     "verify_shard": [verify_shard(False), verify_shard(True)],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [

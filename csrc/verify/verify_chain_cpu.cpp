@@ -31,7 +31,7 @@ struct TargetRow {
   RowFilter filter;
 
   TargetRow(const ChainRequest& r, int i)
-      : edited(edit(r, i)),
+      : edited(edited_row(r, i)),
         logits(edited.empty() ? r.target_row(i) : LogitRow{edited.data(), DType::kF32}),
         stats(row_stats_cpu(logits, r.p.vocab, law_scale(r.temperature))),
         law(stats, r.temperature),
@@ -48,17 +48,6 @@ struct TargetRow {
   float probability(int64_t token) const {
     const float logit = logits.at(token);
     return keeps(logit, token) ? mul_rn(law.weight(logit), inverse()) : 0.0f;
-  }
-
- private:
-  static std::vector<float> edit(const ChainRequest& r, int i) {
-    const RowEdits edits = r.edits(i);
-    std::vector<float> out;
-    if (!edits.any) return out;
-    const LogitRow row = r.target_row(i);
-    out.resize(static_cast<size_t>(r.p.vocab));
-    for (int64_t x = 0; x < r.p.vocab; ++x) out[static_cast<size_t>(x)] = edits.apply(row.at(x), x);
-    return out;
   }
 };
 

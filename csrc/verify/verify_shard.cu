@@ -13,20 +13,21 @@ constexpr int kShardWarps = 16, kShardThreads = kShardWarps * kWarpSize;
 
 // The least key of the shard's tokens; all threads get it. What is not below `bound` by its noise
 // alone (race.cuh) is passed over, and looked at again where nothing else is found.
-__device__ __noinline__ uint64_t race_shard(const VerifyShardParams& p, const LogitRow& row,
+__device__ __noinline__ uint64_t race_shard(const VerifyShardParams& p, const ShardRow& row,
                                             const ShardWeights& weights, const RaceNoise& noise,
                                             float mass) {
   __shared__ uint64_t slots[kWarpSize];
   const auto least = [](uint64_t a, uint64_t b) { return a < b ? a : b; };
   for (float bound = kSureTime / mass;; bound = INFINITY) {
     uint64_t best = kNoWinner;
-    for (int64_t first = 4 * threadIdx.x; first < p.vocab; first += 4 * kShardThreads) {
-      const NoiseWords four = noise.words(static_cast<uint32_t>((p.vocab_start + first) / 4));
+    const int64_t end = p.vocab_start + p.shard_vocab;
+    for (int64_t first = p.vocab_start + 4 * threadIdx.x; first < end; first += 4 * kShardThreads) {
+      const NoiseWords four = noise.words(static_cast<uint32_t>(first / 4));
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int64_t token = p.vocab_start + first + n;
-        if (first + n >= p.vocab) break;
-        const float upper = weights.upper(row.at(first + n), token);
+        const int64_t token = first + n;
+        if (token >= end) break;
+        const float upper = weights.upper(row.at(token), token);
         if (!(upper > 0.0f)) continue;
         if (static_cast<float>(four.word[n]) * 0x1p-32f > upper * bound * 1.001f) continue;
         best = least(best, race_key(weights.exact(upper, token), four.word[n], token));
@@ -40,19 +41,15 @@ __device__ __noinline__ uint64_t race_shard(const VerifyShardParams& p, const Lo
 }
 
 __global__ void __launch_bounds__(kShardThreads, 1)
-    verify_shard_kernel(const __grid_constant__ VerifyShardParams p,
-                        const __grid_constant__ VerifyChainParams whole) {
+    verify_shard_kernel(const __grid_constant__ VerifyShardParams p) {
   __shared__ ShardSlot own;
   __shared__ bool over;
   const int64_t b = blockIdx.x / (p.drafts + 1);
   const int i = static_cast<int>(blockIdx.x - b * (p.drafts + 1));
-  const ChainRequest r(whole, b);
+  const ChainRequest r(p, b);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   if (threadIdx.x == 0) {
-    own = ShardSlot{};
-    own.slot.outcome = Outcome::kFail;
-    own.status = r.faults;
-    own.target.faults = 1;
+    own = no_shard_slot(r);
     over = false;
   }
   __syncthreads();
@@ -67,13 +64,10 @@ __global__ void __launch_bounds__(kShardThreads, 1)
   }
   __syncthreads();
   uint64_t keys[2] = {kNoWinner, kNoWinner};
-  const Outcome outcome = own.slot.outcome;
-  const bool replaces = outcome == Outcome::kResidual;
-  const bool races = outcome == Outcome::kPosition ||
-                     (!over && (outcome == Outcome::kDraw ||
-                                (replaces && (r.q != DraftLaw::kScalar || own.slot.one_hot))));
-  if (races) {
-    const LogitRow row = r.target_row(i);
+  if (has_shard_race(r, own, over)) {
+    const Outcome outcome = own.slot.outcome;
+    const bool replaces = outcome == Outcome::kResidual;
+    const ShardRow row(r, i);
     const float sum = static_cast<float>(own.target.sum) * (1.0f / kFixedOne);
     const ShardWeights weights(r, i, own, replaces);
     keys[0] = race_shard(p, row, weights, race_noise(r, i, outcome),
@@ -92,7 +86,7 @@ int verify_shard_cuda(const VerifyShardParams& p, void* stream) {
   if (rows == 0) return kOk;
   if (rows > INT32_MAX) return kBadArgument;
   verify_shard_kernel<<<static_cast<unsigned>(rows), kShardThreads, 0, as_stream(stream)>>>(
-      p, whole_call(p));
+      in_whole_ids(p));
   return launched();
 }
 

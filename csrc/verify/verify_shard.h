@@ -1,10 +1,12 @@
 // verify_chain where the vocabulary is split over shards: what one of them finds.
 //
-// A shard has its columns of the target's rows, and of all shards what row_stats says of theirs
-// (RowPartial). So it knows each row's law and, as any other shard does, how far the walk comes;
-// the token at its end is raced for among the shard's own tokens, and the least key of all shards
-// wins. Rules, noise and bits are those of verify_chain (chain_walk.h); filters, edits, q in dense
-// rows and the block rule are not for shards.
+//   verify_shard_rows  of each row of the shard's columns, edited, a RowPartial; gathered from all
+//   verify_shard       judges the slots and races for their tokens among the shard's own
+//
+// With the partials of all shards a shard knows each row's law and, as any other shard does, how
+// far the walk comes; the token at its end is raced for among the shard's own tokens, and the least
+// key of all shards wins. Rules, noise and bits are those of verify_chain (chain_walk.h); filters,
+// q in dense rows and the block rule are not for shards.
 #pragma once
 
 #include "verify/chain_walk.h"
@@ -14,78 +16,72 @@ namespace domino {
 
 enum class ShardVerdict : uint8_t {
   kAccept = 0,
-  kLast = 1,          // the walk ends here with the token of the least key
-  kFail = 2,          // it ends without one
-  kNeedsResidual = 3  // scalar q: the same, residual_sample has the token
+  kLast = 1,           // the walk ends here with the token of the least key
+  kFail = 2,           // it ends without one
+  kNeedsResidual = 3,  // scalar q: the same, residual_sample has the token
+  kMatch = 4           // the token of the least key: where it is the draft, the walk goes on
 };
 
-struct VerifyShardParams {
-  uint8_t* verdict;            // [batch, drafts + 1] of ShardVerdict; of rows behind kFail anything
-  uint8_t* status;             // the same: the bits of that slot
-  float* logprob;              // the same: log p of the draft, 0 where it is none
-  int64_t* keys;               // [2, batch, drafts + 1]: of the race, and of the one in its place
-                               // where no token of any shard has weight; kNoShardKey: none
-  float* key_logprob;          // the same: log p of the key's token
-  const RowPartial* partials;  // [parts, batch * (drafts + 1)], by row_stats with the drafts
-  const void* target_logits;   // [batch, drafts + 1, vocab]: this shard's columns
-  const int64_t* draft_tokens;     // [batch, drafts]: ids in the whole vocabulary
-  const float* temperature;        // [batch], or null: greedy
-  const int64_t* seed;             // [batch], or null with temperature
-  const int64_t* block_start;      // [batch], or null with temperature
-  const void* draft_logits;        // [batch, drafts, pool], or null
-  const int32_t* draft_ids;        // [batch, drafts, pool], or null
-  const float* draft_logprob;      // [batch, drafts], or null
-  const float* draft_temperature;  // [batch], or null: that of the target
-  int64_t batch;
-  int64_t drafts;
+// The call of verify_chain that the shards make up, of which a shard has its columns: those of
+// target_logits, logit_bias and output_counts, and the words of the masks. vocab is the whole
+// vocabulary; outputs of verify_chain, filters and residual_slot are not used.
+struct VerifyShardParams : VerifyChainParams {
+  uint8_t* verdict;      // [batch, drafts + 1] of ShardVerdict; of rows behind kFail anything
+  uint8_t* slot_status;  // the same: the bits of that slot
+  float* logprob;        // the same: log p of the draft, 0 where it is none
+  int64_t* keys;       // [2, batch, drafts + 1]: of the race, and of the one in its place where no
+                       // token of any shard has weight; kNoShardKey: none
+  float* key_logprob;  // the same: log p of the key's token
+  RowPartial* partials;  // [parts, batch, drafts + 1]; parts is 1 where they are written
   int64_t parts;
-  int64_t vocab;        // of this shard
-  int64_t vocab_start;  // id of its first token, a multiple of 4
-  int64_t vocab_total;
-  int64_t pool;
-  int64_t target_batch_stride;
-  int64_t target_row_stride;
-  int64_t draft_tokens_stride;
-  int64_t draft_batch_stride;
-  int64_t draft_row_stride;
-  int64_t ids_batch_stride;
-  int64_t ids_row_stride;
-  VerifyRule rule;
-  DType target_dtype;
-  DType draft_dtype;
+  int64_t vocab_start;  // id of the shard's first token, a multiple of 128
+  int64_t shard_vocab;
 };
 
 // As an integer with a sign, so that an all-reduce with the minimum joins keys.
 constexpr int64_t kNoShardKey = INT64_MAX;
 
-// The call of verify_chain that the shards make up.
-inline VerifyChainParams whole_call(const VerifyShardParams& p) {
-  VerifyChainParams out{};
-  out.target_logits = p.target_logits;
-  out.draft_tokens = p.draft_tokens;
-  out.temperature = p.temperature;
-  out.seed = p.seed;
-  out.block_start = p.block_start;
-  out.draft_logits = p.draft_logits;
-  out.draft_ids = p.draft_ids;
-  out.draft_logprob = p.draft_logprob;
-  out.draft_temperature = p.draft_temperature;
-  out.batch = p.batch;
-  out.drafts = p.drafts;
-  out.vocab = p.vocab_total;
-  out.pool = p.pool;
-  out.target_batch_stride = p.target_batch_stride;
-  out.target_row_stride = p.target_row_stride;
-  out.draft_tokens_stride = p.draft_tokens_stride;
-  out.draft_batch_stride = p.draft_batch_stride;
-  out.draft_row_stride = p.draft_row_stride;
-  out.ids_batch_stride = p.ids_batch_stride;
-  out.ids_row_stride = p.ids_row_stride;
-  out.rule = p.rule;
-  out.target_dtype = p.target_dtype;
-  out.draft_dtype = p.draft_dtype;
+// The call with pointers to where token 0 of the whole vocabulary would be: ids are the same
+// everywhere.
+inline VerifyShardParams in_whole_ids(VerifyShardParams p) {
+  const auto move = [&](auto& columns, int64_t bytes) {
+    using Pointer = std::remove_reference_t<decltype(columns)>;
+    if (columns != nullptr)
+      columns = reinterpret_cast<Pointer>(reinterpret_cast<uintptr_t>(columns) -
+                                          static_cast<uintptr_t>(bytes));
+  };
+  move(p.target_logits, p.vocab_start * (p.target_dtype == DType::kF32 ? 4 : 2));
+  move(p.logit_bias, p.vocab_start * 4);
+  move(p.output_counts, p.vocab_start * 4);
+  move(p.prompt_mask, p.vocab_start / 8);
+  move(p.grammar_mask, p.vocab_start / 8);
+  return p;
+}
+
+// The rows alone, as if the shard's columns were all that there are.
+inline VerifyChainParams rows_of_shard(const VerifyShardParams& p) {
+  VerifyChainParams out = p;
+  out.vocab = p.shard_vocab;
+  out.all_stats = true;
   return out;
 }
+
+// A row of the shard as the law has it.
+struct ShardRow {
+  LogitRow logits;
+  RowEdits edits;
+
+  DOMINO_HD ShardRow(const ChainRequest& r, int i) : logits(r.target_row(i)), edits(r.edits(i)) {}
+  DOMINO_HD float at(int64_t token) const { return edits.apply(logits.at(token), token); }
+  // Of slot i's draft, -inf where there is none, or not here.
+  DOMINO_HD float draft_logit(const ChainRequest& r, int i) const {
+    const int64_t x = i < r.rows - 1 ? r.draft_token(i) : -1;
+    return x >= 0 && x < r.p.vocab ? at(x) : -INFINITY;
+  }
+};
+
+// Of a row that does not exist.
+DOMINO_HD RowPartial no_partial() { return {-INFINITY, -1, DigitSums(), -INFINITY, 0}; }
 
 // A slot as every shard sees it.
 struct ShardSlot {
@@ -99,22 +95,36 @@ struct ShardSlot {
   DOMINO_HD bool accepts() const { return slot.outcome == Outcome::kAccept; }
 };
 
+// A slot of a request that has no such row, or none that can be judged.
+DOMINO_HD ShardSlot no_shard_slot(const ChainRequest& r) {
+  ShardSlot out{};
+  out.x = -1;
+  out.slot = {Outcome::kFail, 0, true, 1.0f};
+  out.status = r.faults;
+  out.target.faults = 1;
+  return out;
+}
+
 // pool(x, &logit of x): the statistics of the slot's pool.
 template <class Pool>
 DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequest& r, int i,
                                      Pool pool) {
-  ShardSlot out{};
+  ShardSlot out = no_shard_slot(r);
+  if (i >= r.rows) return out;
+  if (r.rule == VerifyRule::kBlock && r.q != DraftLaw::kOneHot) {
+    out.status = kBadParameter;
+    return out;
+  }
   const int64_t rows = p.batch * (p.drafts + 1), row = r.b * (p.drafts + 1) + i;
   out.target = join_partials(p.partials, p.parts, rows, row, law_scale(r.temperature), &out.logit);
-  out.x = i < r.rows - 1 ? r.draft_token(i) : -1;
-  if (out.x < 0 || out.x >= p.vocab_total) {
-    out.status = out.x == -1 ? 0u : kBadId;
-    out.x = -1;
-  }
   if (out.target.faults != 0) {
-    out.slot = {Outcome::kFail, 0, true, 1.0f};
     out.status = out.target.faults;
     return out;
+  }
+  out.x = i < r.rows - 1 ? r.draft_token(i) : -1;
+  if (out.x < 0 || out.x >= p.vocab) {
+    out.status = out.x == -1 ? 0u : kBadId;
+    out.x = -1;
   }
   float q = -1.0f, draft_logit;
   if (out.x >= 0 && r.q == DraftLaw::kPool) {
@@ -126,6 +136,14 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
   out.slot = decide_slot(r, i, out.target, out.x, out.logit, q, FilterBounds());
   out.status |= out.slot.status;
   return out;
+}
+
+// Is there a race at the slot? over: a slot before it stops.
+DOMINO_HD bool has_shard_race(const ChainRequest& r, const ShardSlot& s, bool over) {
+  if (s.slot.outcome == Outcome::kPosition) return true;
+  if (over) return false;
+  return s.slot.outcome == Outcome::kDraw ||
+         (s.slot.outcome == Outcome::kResidual && (r.q != DraftLaw::kScalar || s.slot.one_hot));
 }
 
 // What a race over the shard's tokens weighs them by.
@@ -164,12 +182,14 @@ DOMINO_HD void write_shard_slot(const VerifyShardParams& p, const ChainRequest& 
   const int64_t count = p.batch * (p.drafts + 1), at = r.b * (p.drafts + 1) + i;
   const bool needs =
       s.slot.outcome == Outcome::kResidual && r.q == DraftLaw::kScalar && !s.slot.one_hot;
+  const bool matches = s.slot.outcome == Outcome::kPosition && s.x >= 0;
   const ShardVerdict verdict = s.accepts()                        ? ShardVerdict::kAccept
                                : s.slot.outcome == Outcome::kFail ? ShardVerdict::kFail
                                : needs                            ? ShardVerdict::kNeedsResidual
+                               : matches                          ? ShardVerdict::kMatch
                                                                   : ShardVerdict::kLast;
   p.verdict[at] = static_cast<uint8_t>(verdict);
-  p.status[at] = static_cast<uint8_t>(s.status | (needs ? kNeedsResidual : 0u));
+  p.slot_status[at] = static_cast<uint8_t>(s.status | (needs ? kNeedsResidual : 0u));
   const RowLaw law(s.target, r.temperature);
   const bool usable = s.target.faults == 0;
   p.logprob[at] = usable && s.x >= 0 ? law.log_probability(s.logit) : 0.0f;
@@ -180,13 +200,16 @@ DOMINO_HD void write_shard_slot(const VerifyShardParams& p, const ChainRequest& 
       key = s.target.argmax;
       logprob = law.log_probability(s.target.top);
     } else if (key != kNoShardKey) {
-      const int64_t local = (key & 0xffffffff) - p.vocab_start;
-      logprob = law.log_probability(r.target_row(i).at(local));
+      logprob = law.log_probability(ShardRow(r, i).at(key & 0xffffffff));
     }
     p.keys[n * count + at] = key;
     p.key_logprob[n * count + at] = logprob;
   }
 }
+
+// target_logits and the rest as the shard has them; draft_tokens are counted from its first token.
+int verify_shard_rows_cuda(const VerifyShardParams& p, void* stream);
+int verify_shard_rows_cpu(const VerifyShardParams& p);
 
 int verify_shard_cuda(const VerifyShardParams& p, void* stream);
 int verify_shard_cpu(const VerifyShardParams& p);

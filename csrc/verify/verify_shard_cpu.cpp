@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <vector>
 
+#include "verify/row_cut_cpu.h"
 #include "verify/verify_shard.h"
 
 namespace domino {
@@ -28,16 +30,16 @@ RowStats pool_stats(const ChainRequest& r, int i, int64_t x, float* logit_of_x) 
   return out;
 }
 
-uint64_t race(const VerifyShardParams& p, const LogitRow& row, const ShardWeights& weights,
+uint64_t race(const VerifyShardParams& p, const ShardRow& row, const ShardWeights& weights,
               const RaceNoise& noise) {
   uint64_t best = kNoWinner;
-  for (int64_t first = 0; first < p.vocab; first += 4) {
-    const NoiseWords four = noise.words(static_cast<uint32_t>((p.vocab_start + first) / 4));
-    for (int64_t local = first; local < std::min(first + 4, p.vocab); ++local) {
-      const int64_t token = p.vocab_start + local;
-      const float upper = weights.upper(row.at(local), token);
+  const int64_t end = p.vocab_start + p.shard_vocab;
+  for (int64_t first = p.vocab_start; first < end; first += 4) {
+    const NoiseWords four = noise.words(static_cast<uint32_t>(first / 4));
+    for (int64_t token = first; token < std::min(first + 4, end); ++token) {
+      const float upper = weights.upper(row.at(token), token);
       if (!(upper > 0.0f)) continue;
-      best = std::min(best, race_key(weights.exact(upper, token), four.word[local - first], token));
+      best = std::min(best, race_key(weights.exact(upper, token), four.word[token - first], token));
     }
   }
   return best;
@@ -45,31 +47,47 @@ uint64_t race(const VerifyShardParams& p, const LogitRow& row, const ShardWeight
 
 }  // namespace
 
-int verify_shard_cpu(const VerifyShardParams& p) {
-  const VerifyChainParams whole = whole_call(p);
+int verify_shard_rows_cpu(const VerifyShardParams& p) {
+  if (p.shard_vocab < 1 || p.shard_vocab > kMaxVocab) return kBadArgument;
+  const VerifyChainParams rows = rows_of_shard(p);
   for (int64_t b = 0; b < p.batch; ++b) {
-    const ChainRequest r(whole, b);
+    const ChainRequest r(rows, b);
+    for (int i = 0; i <= p.drafts; ++i) {
+      RowPartial out = no_partial();
+      if (i < r.rows) {
+        const std::vector<float> edited = edited_row(r, i);
+        const LogitRow row =
+            edited.empty() ? r.target_row(i) : LogitRow{edited.data(), DType::kF32};
+        const RowStats stats =
+            row_stats_cpu(row, p.shard_vocab, law_scale(r.temperature), &out.sums);
+        out.top = stats.faults == kNonFinite ? NAN : stats.top;
+        out.argmax = static_cast<int32_t>(stats.argmax + p.vocab_start);
+        out.chosen = ShardRow(r, i).draft_logit(r, i);
+      }
+      p.partials[b * (p.drafts + 1) + i] = out;
+    }
+  }
+  return kOk;
+}
+
+int verify_shard_cpu(const VerifyShardParams& params) {
+  const VerifyShardParams p = in_whole_ids(params);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const ChainRequest r(p, b);
     bool over = false;
     for (int i = 0; i <= p.drafts; ++i) {
       uint64_t keys[2] = {kNoWinner, kNoWinner};
-      ShardSlot s{};
-      s.slot.outcome = Outcome::kFail;
-      s.status = r.faults;
-      s.target.faults = 1;
-      if (i < r.rows) {
-        s = judge_shard_slot(p, r, i,
-                             [&](int64_t x, float* logit) { return pool_stats(r, i, x, logit); });
+      const ShardSlot s = judge_shard_slot(
+          p, r, i, [&](int64_t x, float* logit) { return pool_stats(r, i, x, logit); });
+      if (has_shard_race(r, s, over)) {
         const Outcome outcome = s.slot.outcome;
-        const bool scalar = r.q == DraftLaw::kScalar && !s.slot.one_hot;
-        if (outcome == Outcome::kPosition || (!over && outcome == Outcome::kDraw) ||
-            (!over && outcome == Outcome::kResidual && !scalar))
-          keys[0] = race(p, r.target_row(i), ShardWeights(r, i, s, outcome == Outcome::kResidual),
-                         race_noise(r, i, outcome));
-        if (!over && outcome == Outcome::kResidual && !scalar && keys[0] == kNoWinner)
-          keys[1] = race(p, r.target_row(i), ShardWeights(r, i, s, false),
-                         race_noise(r, i, Outcome::kDraw));
-        over |= !s.accepts();
+        const bool replaces = outcome == Outcome::kResidual;
+        const ShardRow row(r, i);
+        keys[0] = race(p, row, ShardWeights(r, i, s, replaces), race_noise(r, i, outcome));
+        if (replaces && keys[0] == kNoWinner)
+          keys[1] = race(p, row, ShardWeights(r, i, s, false), race_noise(r, i, Outcome::kDraw));
       }
+      over |= !s.accepts();
       write_shard_slot(p, r, i, s, keys);
     }
   }

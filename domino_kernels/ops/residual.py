@@ -4,16 +4,13 @@ import torch
 
 from domino_kernels.ops import checks
 from domino_kernels.ops.verify import (
-    _FILTER_DTYPES,
-    _ORDERS,
-    VerifyRule,
-    _check_draft_law,
     _check_result,
     _check_workspace,
     _empty_result,
     _verify_chain,
     verify_chain_workspace,
 )
+from domino_kernels.ops.verify_checks import FILTER_DTYPES, ORDERS, VerifyRule, check_draft_law
 from domino_kernels.torch_library import DTYPES
 
 
@@ -80,11 +77,11 @@ def residual_sample(
         ("block_start", block_start, torch.int64),
     ):
         checks.tensor(op, name, value, (batch,), dtype, device)
-    for (name, dtype), value in zip(_FILTER_DTYPES.items(), (top_k, top_p, min_p)):
+    for (name, dtype), value in zip(FILTER_DTYPES.items(), (top_k, top_p, min_p)):
         if value is not None:
             checks.tensor(op, name, value, (batch,), dtype, device)
-    if filter_order not in _ORDERS:
-        orders = ", ".join(_ORDERS)
+    if filter_order not in ORDERS:
+        orders = ", ".join(ORDERS)
         raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
     wide = vocab if vocab_valid is None else vocab_valid
     if not isinstance(wide, int) or not 1 <= wide <= vocab:
@@ -97,7 +94,7 @@ def residual_sample(
             checks.sizes(op, name, value, layout)
     row = lambda value: None if value is None else value[:, None]  # noqa: E731
     shape = batch, 1, vocab
-    dense = _check_draft_law(op, row(draft_logits), row(draft_ids), None, shape, device)
+    dense = check_draft_law(op, row(draft_logits), row(draft_ids), None, shape, device)
     if draft_temperature is not None:
         checks.tensor(op, "draft_temperature", draft_temperature, (batch,), torch.float32, device)
     if logit_bias is not None:
@@ -128,7 +125,7 @@ def residual_sample(
         top_k,
         top_p,
         min_p,
-        _ORDERS[filter_order],
+        ORDERS[filter_order],
         logit_bias,
         None,
         None,

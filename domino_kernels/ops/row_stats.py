@@ -6,7 +6,8 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
-from domino_kernels.ops.verify import _MAX_VOCAB, _check_workspace, verify_chain_workspace
+from domino_kernels.ops.verify import _check_workspace, verify_chain_workspace
+from domino_kernels.ops.verify_checks import MAX_VOCAB
 from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
 PARTIAL_WORDS = 5
@@ -169,15 +170,15 @@ def row_stats(
     device = logits.device
     checks.dtype(op, "logits", logits, DTYPES)
     checks.tensor(op, "logits", logits, (rows, vocab), logits.dtype, device)
-    if not 1 <= vocab <= _MAX_VOCAB:
-        raise ValueError(f"{op}: logits: got V = {vocab}, expected 1 to {_MAX_VOCAB}")
+    if not 1 <= vocab <= MAX_VOCAB:
+        raise ValueError(f"{op}: logits: got V = {vocab}, expected 1 to {MAX_VOCAB}")
     _check_rows(op, rows, tokens, temperature, device)
     checks.integer(op, "top_logprobs", top_logprobs, 0, 128)
-    checks.integer(op, "vocab_start", vocab_start, 0, _MAX_VOCAB)
+    checks.integer(op, "vocab_start", vocab_start, 0, MAX_VOCAB)
     if vocab_total is not None:
-        checks.integer(op, "vocab_total", vocab_total, 1, _MAX_VOCAB)
+        checks.integer(op, "vocab_total", vocab_total, 1, MAX_VOCAB)
     total = vocab_start + vocab if vocab_total is None else vocab_total
-    if vocab_start % 128 or not 0 <= vocab_start <= vocab_start + vocab <= total <= _MAX_VOCAB:
+    if vocab_start % 128 or not 0 <= vocab_start <= vocab_start + vocab <= total <= MAX_VOCAB:
         raise ValueError(
             f"{op}: vocab_start: got {vocab_start} and {vocab} of {total} tokens, expected a "
             f"multiple of 128 and a part of the vocabulary"
@@ -223,7 +224,7 @@ def combine_row_stats(partials, tokens=None, temperature=None, *, vocab_total):
     device, shape = partials.device, (parts, rows, PARTIAL_WORDS)
     checks.tensor(op, "partials", partials, shape, torch.int64, device)
     checks.contiguous(op, "partials", partials)
-    checks.integer(op, "vocab_total", vocab_total, 1, _MAX_VOCAB)
+    checks.integer(op, "vocab_total", vocab_total, 1, MAX_VOCAB)
     _check_rows(op, rows, tokens, temperature, device)
     out = _empty(rows, tokens, device)
     _combine_row_stats(partials, tokens, temperature, vocab_total, *out)

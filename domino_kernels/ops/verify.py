@@ -1,21 +1,24 @@
 """Verification: which drafts of a block the target keeps, and the token that follows them."""
 
-from enum import IntEnum, IntFlag
+from enum import IntFlag
 from typing import NamedTuple
 
 import torch
 
 from domino_kernels import _C, rng
 from domino_kernels.ops import checks
+from domino_kernels.ops.verify_checks import (
+    MAX_VOCAB,
+    ORDERS,
+    VerifyRule,
+    check_edits,
+    check_rule,
+    check_sampling,
+)
 from domino_kernels.torch_library import DTYPES, check_status, define, place, target
 
-_MAX_VOCAB = 1 << 23
 _CONTROL_WORDS = 16384  # in front of a workspace: kGreedyWords of csrc/verify/verify_chain.h
 _NOISE_KINDS = {"words": 0, "uniform": 1, "exponential": 2}
-_FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-_SAMPLING = ("temperature", "seed", "block_start", "draft_logits", "draft_ids", "draft_logprob")
-_SAMPLING += ("draft_temperature", "top_k", "top_p", "min_p")  # not with rule="greedy"
-_ORDERS = {"transformers": 0, "vllm": 1, "joint": 2}
 
 
 class VerifyStatus(IntFlag):
@@ -34,21 +37,6 @@ class VerifyStatus(IntFlag):
     BAD_ROWS = 64  # cu_rows: more than K + 1 rows, less than none, or rows that do not exist
     NEEDS_RESIDUAL = 128  # draft_logprob: a draft was rejected; residual_sample draws the token
     FAILED = NON_FINITE | EMPTY_ROW | BAD_PARAMETER | BAD_ROWS
-
-
-class VerifyRule(IntEnum):
-    """Rules of verify_chain, for a tensor of rules; by name they are these in lower case."""
-
-    GREEDY = 0
-    TOKEN = 1
-    ONEHOT = 2
-    MATCH = 3
-    BLOCK = 4
-    GUMBEL = 5
-
-
-_RULES = {rule.name.lower(): int(rule) for rule in VerifyRule}
-_POSITION_RULES = VerifyRule.MATCH, VerifyRule.GUMBEL
 
 
 class VerifyResult(NamedTuple):
@@ -260,28 +248,6 @@ def _check_workspace(op, workspace, batch, drafts, vocab, dense, device):
     checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
 
 
-def _check_draft_law(op, draft_logits, draft_ids, draft_logprob, shape, device):
-    """Dense logits, a pool, or scalars; returns whether q is dense."""
-    batch, drafts, vocab = shape
-    if draft_logprob is not None:
-        if draft_logits is not None:
-            raise ValueError(f"{op}: draft_logprob: got a tensor, expected None with draft_logits")
-        checks.tensor(op, "draft_logprob", draft_logprob, shape[:2], torch.float32, device)
-        checks.contiguous(op, "draft_logprob", draft_logprob)
-    if draft_ids is not None:
-        if draft_logits is None:
-            raise ValueError(f"{op}: draft_ids: got a tensor, expected draft_logits with it")
-        vocab = checks.sizes(op, "draft_ids", draft_ids, "[B, K, M]")[2]
-        checks.tensor(op, "draft_ids", draft_ids, (batch, drafts, vocab), torch.int32, device)
-    if draft_logits is not None:
-        layout = "[B, K, V]" if draft_ids is None else "[B, K, M]"
-        checks.sizes(op, "draft_logits", draft_logits, layout)
-        checks.dtype(op, "draft_logits", draft_logits, DTYPES)
-        wide = batch, drafts, vocab
-        checks.tensor(op, "draft_logits", draft_logits, wide, draft_logits.dtype, device)
-    return draft_logits is not None and draft_ids is None
-
-
 def verify_chain(
     target_logits,
     draft_tokens,
@@ -415,77 +381,49 @@ def verify_chain(
     device = target_logits.device
     checks.dtype(op, "target_logits", target_logits, DTYPES)
     checks.tensor(op, "target_logits", target_logits, shape, target_logits.dtype, device)
-    if not 1 <= vocab <= _MAX_VOCAB:
-        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 to {_MAX_VOCAB}")
+    if not 1 <= vocab <= MAX_VOCAB:
+        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 to {MAX_VOCAB}")
     checks.tensor(op, "draft_tokens", draft_tokens, (batch, drafts), torch.int64, device)
     if cu_rows is not None:
         checks.tensor(op, "cu_rows", cu_rows, (batch + 1,), torch.int32, device)
     if num_active is not None:
         checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
 
-    rules, code = None, 0
-    if isinstance(rule, torch.Tensor):
-        rules = rule
-        checks.tensor(op, "rule", rules, (batch,), torch.uint8, device)
-        checks.contiguous(op, "rule", rules)
-    elif isinstance(rule, str) and rule in _RULES:
-        code = _RULES[rule]
-        own = "position" if code in _POSITION_RULES else "block"
-        if keying is not None and code and keying != own:
-            raise ValueError(f"{op}: keying: got {keying!r}, expected {own!r} with rule={rule!r}")
-    else:
-        raise ValueError(f"{op}: rule: got {rule!r}, expected one of {', '.join(_RULES)}")
-    if keying is not None and keying not in ("block", "position"):
-        raise ValueError(f"{op}: keying: got {keying!r}, expected None, 'block' or 'position'")
-    if filter_order not in _ORDERS:
-        orders = ", ".join(_ORDERS)
-        raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
-
+    rules, code = check_rule(op, rule, keying, batch, device)
     wide = vocab if vocab_valid is None else vocab_valid
     if not isinstance(wide, int) or not 1 <= wide <= vocab:
         raise ValueError(f"{op}: vocab_valid: got {wide!r}, expected 1 to V = {vocab}")
-    dense = False
-    if rules is not None or code:
-        checks.tensor(op, "temperature", temperature, (batch,), torch.float32, device)
-        checks.tensor(op, "seed", seed, (batch,), torch.int64, device)
-        checks.tensor(op, "block_start", block_start, (batch,), torch.int64, device)
-        shape = (batch, drafts, vocab)
-        dense = _check_draft_law(op, draft_logits, draft_ids, draft_logprob, shape, device)
-        if draft_logprob is not None and code == VerifyRule.BLOCK:
-            raise ValueError(f"{op}: draft_logprob: got a tensor, expected None with rule='block'")
-        if draft_temperature is not None:
-            if draft_logits is None:
-                raise ValueError(f"{op}: draft_temperature: got a tensor, expected draft_logits")
-            shape = (batch,)
-            checks.tensor(op, "draft_temperature", draft_temperature, shape, torch.float32, device)
-        if not (top_k is top_p is min_p is None):
-            for (name, dtype), value in zip(_FILTER_DTYPES.items(), (top_k, top_p, min_p)):
-                if value is not None:
-                    checks.tensor(op, name, value, (batch,), dtype, device)
-    else:
-        unused = temperature, seed, block_start, draft_logits, draft_ids, draft_logprob
-        unused += draft_temperature, top_k, top_p, min_p
-        if any(value is not None for value in unused):
-            name = next(name for name, value in zip(_SAMPLING, unused) if value is not None)
-            raise ValueError(f"{op}: {name}: got a value, expected None with rule='greedy'")
-    if not (repetition_penalty is presence_penalty is frequency_penalty is None):
-        for name, value in (
-            ("repetition_penalty", repetition_penalty),
-            ("presence_penalty", presence_penalty),
-            ("frequency_penalty", frequency_penalty),
-        ):
-            if value is not None:
-                checks.tensor(op, name, value, (batch,), torch.float32, device)
-    if logit_bias is not None:
-        checks.tensor(op, "logit_bias", logit_bias, (batch, vocab), torch.float32, device)
-    if output_counts is not None:
-        checks.tensor(op, "output_counts", output_counts, (batch, vocab), torch.int32, device)
-    words = (vocab + 31) // 32
-    if prompt_mask is not None:
-        checks.tensor(op, "prompt_mask", prompt_mask, (batch, words), torch.int32, device)
-    if grammar_mask is not None:
-        shape = (*target_logits.shape[:-1], words)
-        checks.tensor(op, "grammar_mask", grammar_mask, shape, torch.int32, device)
+    dense = check_sampling(
+        op,
+        rules is not None or code,
+        (batch, drafts, vocab),
+        device,
+        temperature,
+        seed,
+        block_start,
+        draft_logits,
+        draft_ids,
+        draft_logprob,
+        draft_temperature,
+        top_k,
+        top_p,
+        min_p,
+        filter_order,
+    )
+    if draft_logprob is not None and code == VerifyRule.BLOCK:
+        raise ValueError(f"{op}: draft_logprob: got a tensor, expected None with rule='block'")
+    check_edits(
+        op,
+        target_logits,
+        batch,
+        logit_bias,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        prompt_mask,
+        output_counts,
+        grammar_mask,
+    )
     checks.integer(op, "top_logprobs", top_logprobs, 0, 128)
 
     if out is None:
@@ -511,7 +449,7 @@ def verify_chain(
         top_k,
         top_p,
         min_p,
-        _ORDERS[filter_order],
+        ORDERS[filter_order],
         logit_bias,
         repetition_penalty,
         presence_penalty,

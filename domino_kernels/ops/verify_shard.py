@@ -1,14 +1,17 @@
 """verify_chain where each rank holds a shard of the vocabulary (tensor parallelism).
 
-    rows = row_stats(logits.flatten(0, 1), *shard_rows(drafts, temperature), vocab_start=first,
-                     vocab_total=V)                               # on each rank
-    shard = verify_shard(logits, drafts, all_gather(rows.partials), ..., vocab_start=first,
-                         vocab_total=V)                           # on each rank
-    result = join_verify_shards(drafts, all_gather(shard))        # on each rank, the same on all
+    call = dict(rule="token", temperature=..., vocab_start=first, vocab_total=V, ...)
+    partials = verify_shard_rows(logits, drafts, **call)                    # on each rank
+    shard = verify_shard(logits, drafts, all_gather(partials), **call)      # on each rank
+    result = join_verify_shards(drafts, all_gather(shard))                  # the same on all ranks
 
 The tokens, counts, log-probabilities and status bits are those of verify_chain on the whole rows,
-bit by bit, where the edges of the shards are multiples of 128. Two exchanges: 40 bytes a row, and
-33 bytes a row.
+bit by bit, where the edges of the shards are multiples of 128. Two exchanges of a fixed size: from
+each shard 40 bytes a row, then 24 (keys and their log p; the rest is the same in all shards).
+
+Whatever has the vocabulary as its last dimension is the shard's columns. Of arrays that every rank
+has whole, as engines' samplers have them, these are views: logit_bias[:, first:last],
+output_counts[:, first:last], and of masks the words [..., first // 32 : (last + 31) // 32].
 """
 
 from typing import NamedTuple
@@ -19,15 +22,16 @@ from domino_kernels import _C
 from domino_kernels.ops import checks
 from domino_kernels.ops.row_stats import PARTIAL_WORDS
 from domino_kernels.ops.verify import (
-    _MAX_VOCAB,
-    _RULES,
     VerifyResult,
     VerifyStatus,
-    _check_draft_law,
+    _check_workspace,
+    verify_chain_workspace,
 )
+from domino_kernels.ops.verify_checks import MAX_VOCAB, check_edits, check_rule, check_sampling
 from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
-_ACCEPT, _LAST, _FAIL, _NEEDS_RESIDUAL = range(4)  # ShardVerdict of csrc/verify/verify_shard.h
+# ShardVerdict of csrc/verify/verify_shard.h
+_ACCEPT, _LAST, _FAIL, _NEEDS_RESIDUAL, _MATCH = range(5)
 _NO_KEY = 2**63 - 1
 
 
@@ -41,11 +45,22 @@ class ShardResult(NamedTuple):
     key_logprob: torch.Tensor  # [2, B, K + 1] float32: log p of the key's token
 
 
-def _launch(
+_CALL = (
+    "Tensor target_logits, Tensor draft_tokens, int rule, Tensor? rules, Tensor? temperature, "
+    "Tensor? seed, Tensor? block_start, Tensor? draft_logits, Tensor? draft_ids, "
+    "Tensor? draft_logprob, Tensor? draft_temperature, Tensor? logit_bias, "
+    "Tensor? repetition_penalty, Tensor? presence_penalty, Tensor? frequency_penalty, "
+    "Tensor? prompt_mask, Tensor? output_counts, Tensor? grammar_mask, Tensor? num_active, "
+    "Tensor? cu_rows, int vocab_start, int vocab_total"
+)
+
+
+def _fields(
+    workspace,
     target_logits,
     draft_tokens,
-    partials,
     rule,
+    rules,
     temperature,
     seed,
     block_start,
@@ -53,26 +68,31 @@ def _launch(
     draft_ids,
     draft_logprob,
     draft_temperature,
+    logit_bias,
+    repetition_penalty,
+    presence_penalty,
+    frequency_penalty,
+    prompt_mask,
+    output_counts,
+    grammar_mask,
+    num_active,
+    cu_rows,
     vocab_start,
     vocab_total,
-    verdict,
-    status,
-    logprob,
-    keys,
-    key_logprob,
 ):
-    batch, slots, vocab = target_logits.shape
+    """The call as the extension takes it, in the order of its table."""
+    ragged = cu_rows is not None
     q_strides = (0, 0, 0) if draft_logits is None else draft_logits.stride()
     ids_strides = (0, 0, 0) if draft_ids is None else draft_ids.stride()
-    code = _C.verify_shard(
-        verdict=verdict.data_ptr(),
-        status=status.data_ptr(),
-        logprob=logprob.data_ptr(),
-        keys=keys.data_ptr(),
-        key_logprob=key_logprob.data_ptr(),
-        partials=partials.data_ptr(),
+    grammar_strides = (0, 0, 0) if grammar_mask is None else grammar_mask.stride()
+    step = lambda tensor: 0 if tensor is None else tensor.stride(0)  # noqa: E731
+    return dict(
+        vocab_start=vocab_start,
+        shard_vocab=target_logits.size(-1),
+        workspace=pointer(workspace),
         target_logits=target_logits.data_ptr(),
         draft_tokens=draft_tokens.data_ptr(),
+        rules=pointer(rules),
         temperature=pointer(temperature),
         seed=pointer(seed),
         block_start=pointer(block_start),
@@ -80,53 +100,89 @@ def _launch(
         draft_ids=pointer(draft_ids),
         draft_logprob=pointer(draft_logprob),
         draft_temperature=pointer(draft_temperature),
-        batch=batch,
-        drafts=slots - 1,
-        parts=partials.size(0),
-        vocab=vocab,
-        vocab_start=vocab_start,
-        vocab_total=vocab_total,
+        cu_rows=pointer(cu_rows),
+        num_active=pointer(num_active),
+        residual_slot=0,
+        top_k=0,
+        top_p=0,
+        min_p=0,
+        logit_bias=pointer(logit_bias),
+        repetition_penalty=pointer(repetition_penalty),
+        presence_penalty=pointer(presence_penalty),
+        frequency_penalty=pointer(frequency_penalty),
+        prompt_mask=pointer(prompt_mask),
+        output_counts=pointer(output_counts),
+        grammar_mask=pointer(grammar_mask),
+        batch=draft_tokens.size(0),
+        drafts=draft_tokens.size(1),
+        vocab=vocab_total,
         pool=0 if draft_ids is None else draft_ids.size(2),
-        target_batch_stride=target_logits.stride(0),
-        target_row_stride=target_logits.stride(1),
+        top_logprobs=0,
+        total_rows=target_logits.size(0) if ragged else 0,
+        target_batch_stride=0 if ragged else target_logits.stride(0),
+        target_row_stride=target_logits.stride(-2),
         draft_tokens_stride=draft_tokens.stride(0),
         draft_batch_stride=q_strides[0],
         draft_row_stride=q_strides[1],
         ids_batch_stride=ids_strides[0],
         ids_row_stride=ids_strides[1],
+        bias_stride=step(logit_bias),
+        prompt_stride=step(prompt_mask),
+        counts_stride=step(output_counts),
+        grammar_batch_stride=0 if ragged else grammar_strides[0],
+        grammar_row_stride=grammar_strides[-2],
         rule=rule,
+        filter_order=0,
         target_dtype=DTYPES[target_logits.dtype],
         draft_dtype=_C.F32 if draft_logits is None else DTYPES[draft_logits.dtype],
         **target(target_logits),
     )
+
+
+def _launch_rows(*arguments):
+    *call, partials, workspace = arguments
+    code = _C.verify_shard_rows(
+        verdict=0,
+        slot_status=0,
+        logprob=0,
+        keys=0,
+        key_logprob=0,
+        partials=partials.data_ptr(),
+        parts=1,
+        **_fields(workspace, *call),
+    )
+    check_status("verify_shard_rows", code)
+
+
+def _launch(*arguments):
+    *call, partials, verdict, status, logprob, keys, key_logprob = arguments
+    code = _C.verify_shard(
+        verdict=verdict.data_ptr(),
+        slot_status=status.data_ptr(),
+        logprob=logprob.data_ptr(),
+        keys=keys.data_ptr(),
+        key_logprob=key_logprob.data_ptr(),
+        partials=partials.data_ptr(),
+        parts=partials.size(0),
+        **_fields(None, *call),
+    )
     check_status("verify_shard", code)
 
 
+_verify_shard_rows = define(
+    f"verify_shard_rows({_CALL}, Tensor(a!) partials, Tensor(b!) workspace) -> ()", _launch_rows
+)
 _verify_shard = define(
-    "verify_shard(Tensor target_logits, Tensor draft_tokens, Tensor partials, int rule, "
-    "Tensor? temperature, Tensor? seed, Tensor? block_start, Tensor? draft_logits, "
-    "Tensor? draft_ids, Tensor? draft_logprob, Tensor? draft_temperature, int vocab_start, "
-    "int vocab_total, Tensor(a!) verdict, Tensor(b!) status, Tensor(c!) logprob, Tensor(d!) keys, "
-    "Tensor(e!) key_logprob) -> ()",
+    f"verify_shard({_CALL}, Tensor partials, Tensor(a!) verdict, Tensor(b!) status, "
+    "Tensor(c!) logprob, Tensor(d!) keys, Tensor(e!) key_logprob) -> ()",
     _launch,
 )
 
 
-def shard_rows(draft_tokens, temperature=None):
-    """`tokens` and `temperature` of the row_stats call whose partials verify_shard reads.
-
-    draft_tokens: [B, K] int64; temperature: [B] float32, or None for greedy requests.
-    """
-    tokens = torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)
-    if temperature is None:
-        return tokens.flatten(), None
-    return tokens.flatten(), temperature[:, None].expand(tokens.shape).flatten()
-
-
-def verify_shard(
+def _check_call(
+    op,
     target_logits,
     draft_tokens,
-    partials,
     *,
     rule="greedy",
     temperature=None,
@@ -136,19 +192,149 @@ def verify_shard(
     draft_ids=None,
     draft_logprob=None,
     draft_temperature=None,
+    logit_bias=None,
+    repetition_penalty=None,
+    presence_penalty=None,
+    frequency_penalty=None,
+    prompt_mask=None,
+    output_counts=None,
+    grammar_mask=None,
+    num_active=None,
+    cu_rows=None,
+    keying=None,
     vocab_start=0,
     vocab_total,
 ):
+    """The call as the ops take it."""
+    batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
+    if cu_rows is None:
+        vocab = checks.sizes(op, "target_logits", target_logits, "[B, K + 1, V]")[2]
+        shape = batch, drafts + 1, vocab
+    else:
+        shape = checks.sizes(op, "target_logits", target_logits, "[R, V]")
+        vocab = shape[1]
+    device = target_logits.device
+    checks.dtype(op, "target_logits", target_logits, DTYPES)
+    checks.tensor(op, "target_logits", target_logits, shape, target_logits.dtype, device)
+    checks.tensor(op, "draft_tokens", draft_tokens, (batch, drafts), torch.int64, device)
+    checks.integer(op, "vocab_total", vocab_total, 1, MAX_VOCAB)
+    if vocab < 1:
+        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 or more")
+    checks.integer(op, "vocab_start", vocab_start, 0, vocab_total - vocab)
+    if vocab_start % 128:
+        raise ValueError(f"{op}: vocab_start: got {vocab_start}, expected a multiple of 128")
+    if cu_rows is not None:
+        checks.tensor(op, "cu_rows", cu_rows, (batch + 1,), torch.int32, device)
+    if num_active is not None:
+        checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
+    rules, code = check_rule(op, rule, keying, batch, device)
+    if rule == "block" and rules is None:
+        raise ValueError(f"{op}: rule: got 'block', expected a rule that reads a row at a time")
+    if draft_logits is not None and draft_ids is None:
+        raise ValueError(f"{op}: draft_logits: got a tensor, expected draft_ids with it")
+    check_sampling(
+        op,
+        rules is not None or code,
+        (batch, drafts, vocab),
+        device,
+        temperature,
+        seed,
+        block_start,
+        draft_logits,
+        draft_ids,
+        draft_logprob,
+        draft_temperature,
+        None,
+        None,
+        None,
+        "transformers",
+    )
+    check_edits(
+        op,
+        target_logits,
+        batch,
+        logit_bias,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        prompt_mask,
+        output_counts,
+        grammar_mask,
+    )
+    return (
+        target_logits,
+        draft_tokens,
+        code,
+        rules,
+        temperature,
+        seed,
+        block_start,
+        draft_logits,
+        draft_ids,
+        draft_logprob,
+        draft_temperature,
+        logit_bias,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        prompt_mask,
+        output_counts,
+        grammar_mask,
+        num_active,
+        cu_rows,
+        vocab_start,
+        vocab_total,
+    )
+
+
+def verify_shard_rows(target_logits, draft_tokens, *, workspace=None, **call):
+    """What the other shards have to know of this shard's rows.
+
+    Args:
+        target_logits, draft_tokens, call: the arguments of `verify_shard`.
+        workspace: int64 tensor from verify_chain_workspace(B, K, V_shard), so that the call needs
+            none of its own. One call at a time may use it.
+
+    Returns:
+        partials, [B (K + 1), 5] int64: stacked over the shards, in any order, for `verify_shard`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
+
+    Source: docs/numerics.md.
+    """
+    op = "verify_shard_rows"
+    target_logits, draft_tokens, *rest = _check_call(op, target_logits, draft_tokens, **call)
+    (batch, drafts), vocab, device = draft_tokens.shape, target_logits.size(-1), draft_tokens.device
+    if workspace is None:
+        workspace = verify_chain_workspace(batch, drafts, vocab, device=device)
+    else:
+        _check_workspace(op, workspace, batch, drafts, vocab, False, device)
+    words = batch * (drafts + 1), PARTIAL_WORDS
+    partials = torch.empty(words, dtype=torch.int64, device=device)
+    *_, vocab_start, _ = rest
+    _verify_shard_rows(target_logits, draft_tokens - vocab_start, *rest, partials, workspace)
+    return partials
+
+
+def verify_shard(target_logits, draft_tokens, partials, **call):
     """What a shard of the vocabulary has to say of the drafts of each request.
 
     Args:
-        target_logits: [B, K + 1, V_shard], this shard's columns; as in verify_chain.
-        draft_tokens: [B, K] int64, ids in the whole vocabulary; -1: no draft.
-        partials: [T, B (K + 1), 5] int64: RowStats.partials of all T shards, in any order, of calls
-            with the tokens and temperatures of `shard_rows`.
-        rule: "greedy", "token", "onehot", "match" or "gumbel".
-        temperature, seed, block_start, draft_logprob, draft_temperature: as in verify_chain.
+        target_logits: [B, K + 1, V_shard], this shard's columns, or [R, V_shard] with cu_rows; as
+            in verify_chain. Columns of padding are left out.
+        draft_tokens: [B, K] int64, ids in the whole vocabulary.
+        partials: [T, B (K + 1), 5] int64: what verify_shard_rows gave on all T shards, in any
+            order.
+        rule: "greedy", "token", "onehot", "match" or "gumbel", or [B] uint8 of VerifyRule; BLOCK
+            with a q is a BAD_PARAMETER.
+        temperature, seed, block_start, draft_logprob, draft_temperature, keying, num_active,
+            cu_rows: as in verify_chain.
         draft_logits, draft_ids: [B, K, M], a pool with ids in the whole vocabulary.
+        logit_bias, output_counts: [B, V_shard]; prompt_mask: [B, ceil(V_shard / 32)]; grammar_mask:
+            [B, K + 1, ceil(V_shard / 32)] or [R, ...]: this shard's columns of what verify_chain
+            takes.
+        repetition_penalty, presence_penalty, frequency_penalty: [B] float32, as in verify_chain.
         vocab_start: id of the first column, a multiple of 128; vocab_total: V.
 
     Returns:
@@ -160,39 +346,14 @@ def verify_shard(
     Source: as verify_chain.
     """
     op = "verify_shard"
-    batch, slots, vocab = checks.sizes(op, "target_logits", target_logits, "[B, K + 1, V]")
-    device = target_logits.device
-    checks.dtype(op, "target_logits", target_logits, DTYPES)
-    shape = batch, slots, vocab
-    checks.tensor(op, "target_logits", target_logits, shape, target_logits.dtype, device)
-    checks.tensor(op, "draft_tokens", draft_tokens, (batch, slots - 1), torch.int64, device)
+    checked = _check_call(op, target_logits, draft_tokens, **call)
+    (batch, drafts), device = draft_tokens.shape, target_logits.device
     parts = checks.sizes(op, "partials", partials, "[T, R, 5]")[0]
-    words = parts, batch * slots, PARTIAL_WORDS
+    words = parts, batch * (drafts + 1), PARTIAL_WORDS
     checks.tensor(op, "partials", partials, words, torch.int64, device)
     checks.contiguous(op, "partials", partials)
-    checks.integer(op, "vocab_total", vocab_total, 1, _MAX_VOCAB)
-    checks.integer(op, "vocab_start", vocab_start, 0, vocab_total - vocab)
-    if vocab_start % 128:
-        raise ValueError(f"{op}: vocab_start: got {vocab_start}, expected a multiple of 128")
-    if rule not in _RULES or rule == "block":
-        raise ValueError(f"{op}: rule: got {rule!r}, expected a rule of verify_chain but 'block'")
-    sampling = (
-        ("temperature", temperature, torch.float32),
-        ("seed", seed, torch.int64),
-        ("block_start", block_start, torch.int64),
-    )
-    for name, value, dtype in sampling:
-        if rule != "greedy":
-            checks.tensor(op, name, value, (batch,), dtype, device)
-        elif value is not None:
-            raise ValueError(f"{op}: {name}: got a value, expected None with rule='greedy'")
-    if draft_logits is not None and draft_ids is None:
-        raise ValueError(f"{op}: draft_logits: got a tensor, expected draft_ids with it")
-    whole = batch, slots - 1, vocab_total
-    _check_draft_law(op, draft_logits, draft_ids, draft_logprob, whole, device)
-    if draft_temperature is not None:
-        checks.tensor(op, "draft_temperature", draft_temperature, (batch,), torch.float32, device)
-    new = lambda dtype, *lead: torch.empty(*lead, batch, slots, dtype=dtype, device=device)  # noqa: E731
+    slots = batch, drafts + 1
+    new = lambda dtype, *lead: torch.empty(*lead, *slots, dtype=dtype, device=device)  # noqa: E731
     out = ShardResult(
         new(torch.uint8),
         new(torch.uint8),
@@ -200,22 +361,7 @@ def verify_shard(
         new(torch.int64, 2),
         new(torch.float32, 2),
     )
-    _verify_shard(
-        target_logits,
-        draft_tokens,
-        partials,
-        _RULES[rule],
-        temperature,
-        seed,
-        block_start,
-        draft_logits,
-        draft_ids,
-        draft_logprob,
-        draft_temperature,
-        vocab_start,
-        vocab_total,
-        *out,
-    )
+    _verify_shard(*checked, partials, *out)
     return out
 
 
@@ -242,10 +388,11 @@ def join_verify_shards(draft_tokens, shards):
     status = status | none * int(VerifyStatus.ZERO_RESIDUAL)
 
     drafted = torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)
-    accepts = (verdict == _ACCEPT) | ((verdict == _LAST) & (winner == drafted))
+    accepts = (verdict == _ACCEPT) | ((verdict == _MATCH) & (winner == drafted))
     stop = accepts.int().cumprod(-1).sum(-1, keepdim=True)
     slots = torch.arange(drafts + 1, device=draft_tokens.device)
-    has_last = verdict.gather(1, stop) == _LAST
+    ending = verdict.gather(1, stop)
+    has_last = (ending == _LAST) | (ending == _MATCH)
     last = (slots == stop) & has_last
     before = slots < stop
     tokens = torch.where(last, winner, torch.where(before, drafted, -1))
