@@ -203,9 +203,14 @@ def combine_row_stats(full):
     return (torch.zeros(2, 3, 5).long(), *inputs, 9, *out)
 
 
-def shard_call(sampled):
+def shard_call(q):
+    sampled = q is not None
     request = (torch.ones(2), torch.arange(2), torch.arange(2)) if sampled else (None,) * 3
-    pool = (torch.randn(2, 2, 4), torch.arange(4).int().expand(2, 2, 4)) if sampled else (None,) * 2
+    law = {
+        None: (None, None),
+        "dense": (torch.randn(2, 2, 9).half(), None),
+        "pool": (torch.randn(2, 2, 4), torch.arange(4).int().expand(2, 2, 4)),
+    }[q]
     told = torch.ones(2) if sampled else None
     rules = torch.tensor([1, 3], dtype=torch.uint8) if sampled else None
     integers = dict(dtype=torch.int32)
@@ -216,17 +221,18 @@ def shard_call(sampled):
         rows = [torch.tensor([2], **integers), torch.tensor([0, 3, 5], **integers)]
     logits = torch.randn(5, 9) if sampled else torch.randn(2, 3, 9)
     inputs = logits, torch.zeros(2, 2).long(), int(sampled)
-    return (*inputs, rules, *request, *pool, None, told, *edits, *rows, 128, 137)
+    return (*inputs, rules, *request, *law, None, told, *edits, *rows, 128, 137)
 
 
-def verify_shard_rows(sampled):
-    return (*shard_call(sampled), torch.zeros(6, 5).long(), torch.zeros(100).long())
+def verify_shard_rows(q):
+    rows = 10 if q == "dense" else 6
+    return (*shard_call(q), torch.zeros(rows, 5).long(), torch.zeros(100).long())
 
 
-def verify_shard(sampled):
+def verify_shard(q):
     out = [torch.zeros(2, 3).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 3)]
     out += [torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3)]
-    return (*shard_call(sampled), torch.zeros(3, 6, 5).long(), *out)
+    return (*shard_call(q), torch.zeros(3, 10 if q == "dense" else 6, 5).long(), *out)
 
 
 def verify_tree(rule, sampled, pooled, dense, ragged, logprobs=True):
@@ -320,8 +326,8 @@ SAMPLES = {
     "vocab_winners": [vocab_winners(torch.bfloat16, i) for i in (False, True)],
     "row_stats": [row_stats(False), row_stats(True)],
     "combine_row_stats": [combine_row_stats(False), combine_row_stats(True)],
-    "verify_shard_rows": [verify_shard_rows(False), verify_shard_rows(True)],
-    "verify_shard": [verify_shard(False), verify_shard(True)],
+    "verify_shard_rows": [verify_shard_rows(q) for q in (None, "dense", "pool")],
+    "verify_shard": [verify_shard(q) for q in (None, "dense", "pool")],
     "noise": [noise(kind) for kind in range(3)],
     "verify_chain": [
         verify_chain(False, None, False),

@@ -30,6 +30,8 @@ def in_shards(arguments, edges):
         shard = dict(arguments, vocab_start=first, vocab_total=edges[-1])
         shard |= {k: shard[k][..., first:last] for k in COLUMNS if k in shard}
         shard |= {k: shard[k][..., first // 32 : (last + 31) // 32] for k in WORDS if k in shard}
+        if "draft_logits" in shard and "draft_ids" not in shard:
+            shard["draft_logits"] = shard["draft_logits"][..., first:last]
         shards.append(shard)
     partials = torch.stack([verify_shard_rows(**shard) for shard in shards])
     mixed = torch.randperm(len(shards))
@@ -44,7 +46,7 @@ def cut(vocab, shards):
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("rule", ["greedy", "token", "onehot", "match", "gumbel"])
-@pytest.mark.parametrize("form", ["none", "pool", "scalar"])
+@pytest.mark.parametrize("form", ["none", "dense", "pool", "scalar"])
 def test_bits_of_the_whole(rule, form, shards, device, generator):
     if rule == "greedy" and form != "none":
         pytest.skip("no q")
@@ -60,6 +62,10 @@ def test_bits_of_the_whole(rule, form, shards, device, generator):
         logits[5, 0, [17, 1050]] = 90.0  # a tie over shards
         drafts[6, 1:] = -1
         drafts[0, 1] = shape[2] + 3
+        if form == "dense":
+            q = arguments["draft_logits"]
+            q[1, 0, 5], q[2, 1], q[4, 1, 128:] = NAN, -INF, -INF
+            q[5, 2].scatter_(-1, drafts[5, 2:3], -INF)  # a draft that q does not have
         arguments = {k: v for k, v in to(arguments, device).items() if v is not None}
         expected = verify_chain(**arguments)
         assert_same(in_shards(arguments, cut(shape[2], shards)), expected)
@@ -74,7 +80,8 @@ def test_edits(rule, dtype, shards, device, generator):
     """Bias, penalties that follow the drafts, masks: each rank with its part of them."""
     batch, drafts, vocab = 24, 4, 1037
     arguments = make(batch, drafts, vocab, generator, dense=True, dtype=dtype) | {"rule": rule}
-    arguments = with_edits(with_q(arguments, "pool", 7, generator), generator, vocab)
+    form = "dense" if shards == 4 else "pool"
+    arguments = with_edits(with_q(arguments, form, 7, generator), generator, vocab)
     arguments["draft_tokens"][7, 1:] = arguments["draft_tokens"][7, :1]  # counts of the prefix
     allowed = torch.rand(batch, drafts + 1, vocab, generator=generator) < 0.8
     allowed[5], allowed[8, 1, 300:] = False, False
@@ -94,17 +101,18 @@ def test_edits(rule, dtype, shards, device, generator):
         assert not torch.equal(verify_chain(**less).chosen_logprob, expected.chosen_logprob), name
 
 
+@pytest.mark.parametrize("form", ["dense", "pool"])
 @pytest.mark.parametrize("shards", [2, 8])
-def test_ragged_mixed_and_inactive(shards, device, generator):
+def test_ragged_mixed_and_inactive(shards, form, device, generator):
     """Rows behind cu_rows, a rule for each request, requests behind num_active."""
     batch, drafts, vocab = 25, 3, 1100
-    arguments = with_q(make(batch, drafts, vocab, generator, dense=True), "pool", 7, generator)
+    arguments = with_q(make(batch, drafts, vocab, generator, dense=True), form, 7, generator)
     arguments = with_edits(arguments, generator, vocab)
     count = torch.randint(0, drafts + 2, (batch,), generator=generator)
-    count[:4] = torch.tensor([4, 0, 1, 2])
+    count[:4], count[19] = torch.tensor([4, 0, 1, 2]), drafts + 1
     rows = torch.arange(drafts + 1) < count[:, None]
     first = torch.nn.functional.pad(count.cumsum(0), (1, 0)).int()
-    first[20:] += 1  # request 19 has a row too many, or not
+    first[20:] += 1  # request 19 has a row too many
     for name in ("target_logits", "grammar_mask"):
         arguments[name] = arguments[name][rows]
     rules = torch.arange(batch).to(torch.uint8) % len(VerifyRule)
@@ -191,8 +199,8 @@ def test_bad_arguments(generator):
         verify_shard(logits, drafts, partials[:, :7], vocab_total=300)
     with pytest.raises(ValueError, match="verify_shard: rule: got 'block'"):
         verify_shard(logits, drafts, partials, rule="block", vocab_total=300)
-    with pytest.raises(ValueError, match="draft_logits: got a tensor, expected draft_ids with it"):
-        q = torch.zeros(2, 3, 300)
+    with pytest.raises(ValueError, match=r"draft_logits: got shape \[2, 3, 400\], expected"):
+        q = torch.zeros(2, 3, 400)
         rest = {k: arguments[k] for k in ("temperature", "seed", "block_start")}
         verify_shard(
             logits, drafts, partials, rule="token", draft_logits=q, vocab_total=300, **rest

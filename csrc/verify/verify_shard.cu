@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kShardThreads, 1)
     const float sum = static_cast<float>(own.target.sum) * (1.0f / kFixedOne);
     const ShardWeights weights(r, i, own, replaces);
     keys[0] = race_shard(p, row, weights, race_noise(r, i, outcome),
-                         weights.ids != nullptr ? kResidualGuess : sum);
+                         weights.q != DraftLaw::kOneHot ? kResidualGuess : sum);
     if (replaces && keys[0] == kNoWinner)
       keys[1] =
           race_shard(p, row, ShardWeights(r, i, own, false), race_noise(r, i, Outcome::kDraw), sum);

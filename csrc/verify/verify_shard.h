@@ -5,8 +5,8 @@
 //
 // With the partials of all shards a shard knows each row's law and, as any other shard does, how
 // far the walk comes; the token at its end is raced for among the shard's own tokens, and the least
-// key of all shards wins. Rules, noise and bits are those of verify_chain (chain_walk.h); filters,
-// q in dense rows and the block rule are not for shards.
+// key of all shards wins. Rules, noise and bits are those of verify_chain (chain_walk.h); filters
+// and the block rule are not for shards.
 #pragma once
 
 #include "verify/chain_walk.h"
@@ -23,8 +23,8 @@ enum class ShardVerdict : uint8_t {
 };
 
 // The call of verify_chain that the shards make up, of which a shard has its columns: those of
-// target_logits, logit_bias and output_counts, and the words of the masks. vocab is the whole
-// vocabulary; outputs of verify_chain, filters and residual_slot are not used.
+// target_logits, dense draft_logits, logit_bias and output_counts, and the words of the masks.
+// vocab is the whole vocabulary; outputs of verify_chain, filters and residual_slot are not used.
 struct VerifyShardParams : VerifyChainParams {
   uint8_t* verdict;      // [batch, drafts + 1] of ShardVerdict; of rows behind kFail anything
   uint8_t* slot_status;  // the same: the bits of that slot
@@ -32,10 +32,14 @@ struct VerifyShardParams : VerifyChainParams {
   int64_t* keys;       // [2, batch, drafts + 1]: of the race, and of the one in its place where no
                        // token of any shard has weight; kNoShardKey: none
   float* key_logprob;  // the same: log p of the key's token
-  RowPartial* partials;  // [parts, batch, drafts + 1]; parts is 1 where they are written
+  RowPartial* partials;  // [parts, batch, rows_per_request()]: of target rows, then of q's where
+                         // they are dense; parts is 1 where they are written
   int64_t parts;
   int64_t vocab_start;  // id of the shard's first token, a multiple of 128
   int64_t shard_vocab;
+
+  DOMINO_HD bool dense() const { return draft_logits != nullptr && draft_ids == nullptr; }
+  DOMINO_HD int64_t rows_per_request() const { return drafts + 1 + (dense() ? drafts : 0); }
 };
 
 // As an integer with a sign, so that an all-reduce with the minimum joins keys.
@@ -51,6 +55,7 @@ inline VerifyShardParams in_whole_ids(VerifyShardParams p) {
                                           static_cast<uintptr_t>(bytes));
   };
   move(p.target_logits, p.vocab_start * (p.target_dtype == DType::kF32 ? 4 : 2));
+  if (p.dense()) move(p.draft_logits, p.vocab_start * (p.draft_dtype == DType::kF32 ? 4 : 2));
   move(p.logit_bias, p.vocab_start * 4);
   move(p.output_counts, p.vocab_start * 4);
   move(p.prompt_mask, p.vocab_start / 8);
@@ -73,10 +78,26 @@ struct ShardRow {
 
   DOMINO_HD ShardRow(const ChainRequest& r, int i) : logits(r.target_row(i)), edits(r.edits(i)) {}
   DOMINO_HD float at(int64_t token) const { return edits.apply(logits.at(token), token); }
-  // Of slot i's draft, -inf where there is none, or not here.
-  DOMINO_HD float draft_logit(const ChainRequest& r, int i) const {
+};
+
+// Which row of a request a partial is of: the target's of slot i, or q's.
+struct ShardRowIndex {
+  bool of_draft;
+  int i;
+
+  DOMINO_HD ShardRowIndex(const VerifyShardParams& p, int64_t row)
+      : of_draft(row > p.drafts), i(static_cast<int>(of_draft ? row - p.drafts - 1 : row)) {}
+  DOMINO_HD bool exists(const ChainRequest& r) const {
+    return of_draft ? r.q == DraftLaw::kDense && i < r.rows - 1 : i < r.rows;
+  }
+  DOMINO_HD float scale(const ChainRequest& r) const {
+    return law_scale(of_draft ? r.draft_temperature : r.temperature);
+  }
+  // Of the slot's draft, -inf where there is none, or not here.
+  DOMINO_HD float chosen(const ChainRequest& r) const {
     const int64_t x = i < r.rows - 1 ? r.draft_token(i) : -1;
-    return x >= 0 && x < r.p.vocab ? at(x) : -INFINITY;
+    if (x < 0 || x >= r.p.vocab) return -INFINITY;
+    return of_draft ? r.draft_row(i).at(x) : ShardRow(r, i).at(x);
   }
 };
 
@@ -86,7 +107,7 @@ DOMINO_HD RowPartial no_partial() { return {-INFINITY, -1, DigitSums(), -INFINIT
 // A slot as every shard sees it.
 struct ShardSlot {
   RowStats target;
-  RowStats draft;  // of a pool
+  RowStats draft;  // of a dense row or a pool
   int64_t x;       // the draft, -1: none
   float logit;     // of the draft
   Slot slot;
@@ -115,8 +136,11 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
     out.status = kBadParameter;
     return out;
   }
-  const int64_t rows = p.batch * (p.drafts + 1), row = r.b * (p.drafts + 1) + i;
-  out.target = join_partials(p.partials, p.parts, rows, row, law_scale(r.temperature), &out.logit);
+  const auto joined = [&](int64_t row, float temperature, float* chosen) {
+    return join_partials(p.partials, p.parts, p.batch * p.rows_per_request(),
+                         r.b * p.rows_per_request() + row, law_scale(temperature), chosen);
+  };
+  out.target = joined(i, r.temperature, &out.logit);
   if (out.target.faults != 0) {
     out.status = out.target.faults;
     return out;
@@ -127,8 +151,10 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
     out.x = -1;
   }
   float q = -1.0f, draft_logit;
-  if (out.x >= 0 && r.q == DraftLaw::kPool) {
-    out.draft = pool(out.x, &draft_logit);
+  if (out.x >= 0 && (r.q == DraftLaw::kPool || r.q == DraftLaw::kDense)) {
+    out.draft = r.q == DraftLaw::kPool
+                    ? pool(out.x, &draft_logit)
+                    : joined(p.drafts + 1 + i, r.draft_temperature, &draft_logit);
     q = draft_mass(out.draft, r.draft_temperature, draft_logit);
   } else if (out.x >= 0 && r.q == DraftLaw::kScalar) {
     q = scalar_mass(p.draft_logprob[r.b * p.drafts + i]);
@@ -149,29 +175,32 @@ DOMINO_HD bool has_shard_race(const ChainRequest& r, const ShardSlot& s, bool ov
 // What a race over the shard's tokens weighs them by.
 struct ShardWeights {
   RowLaw law;
+  DraftLaw q;  // not one-hot: it is subtracted, so p has to be a probability
   RowLaw draft;
-  LogitRow pool_logits;
-  const int32_t* ids;  // null: q is nothing
+  LogitRow draft_row;
+  const int32_t* ids;
   int64_t pool;
   int64_t without;  // a one-hot draft that was rejected, or -1
 
   DOMINO_HD ShardWeights(const ChainRequest& r, int i, const ShardSlot& s, bool replaces)
       : law(s.target, r.temperature),
+        q(replaces && !s.slot.one_hot ? r.q : DraftLaw::kOneHot),
         draft(s.draft, r.draft_temperature),
-        pool_logits(r.draft_row(i)),
-        ids(replaces && !s.slot.one_hot ? r.draft_ids(i) : nullptr),
+        draft_row(r.draft_row(i)),
+        ids(r.draft_ids(i)),
         pool(r.p.pool),
         without(replaces && s.slot.one_hot ? s.x : -1) {}
 
   // Not below the weight.
   DOMINO_HD float upper(float logit, int64_t token) const {
     if (token == without) return 0.0f;
-    return ids != nullptr ? law.probability(logit) : law.weight(logit);
+    return q != DraftLaw::kOneHot ? law.probability(logit) : law.weight(logit);
   }
   DOMINO_HD float exact(float upper, int64_t token) const {
-    if (ids != nullptr)
+    if (q == DraftLaw::kDense) return add_rn(upper, -draft.probability(draft_row.at(token)));
+    if (q == DraftLaw::kPool)
       for (int64_t m = 0; m < pool; ++m)
-        if (ids[m] == token) return add_rn(upper, -draft.probability(pool_logits.at(m)));
+        if (ids[m] == token) return add_rn(upper, -draft.probability(draft_row.at(m)));
     return upper;
   }
 };

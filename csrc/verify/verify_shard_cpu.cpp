@@ -52,19 +52,21 @@ int verify_shard_rows_cpu(const VerifyShardParams& p) {
   const VerifyChainParams rows = rows_of_shard(p);
   for (int64_t b = 0; b < p.batch; ++b) {
     const ChainRequest r(rows, b);
-    for (int i = 0; i <= p.drafts; ++i) {
+    for (int64_t n = 0; n < p.rows_per_request(); ++n) {
+      const ShardRowIndex index(p, n);
       RowPartial out = no_partial();
-      if (i < r.rows) {
-        const std::vector<float> edited = edited_row(r, i);
-        const LogitRow row =
-            edited.empty() ? r.target_row(i) : LogitRow{edited.data(), DType::kF32};
-        const RowStats stats =
-            row_stats_cpu(row, p.shard_vocab, law_scale(r.temperature), &out.sums);
+      if (index.exists(r)) {
+        const std::vector<float> edited =
+            index.of_draft ? std::vector<float>() : edited_row(r, index.i);
+        const LogitRow row = !edited.empty()  ? LogitRow{edited.data(), DType::kF32}
+                             : index.of_draft ? r.draft_row(index.i)
+                                              : r.target_row(index.i);
+        const RowStats stats = row_stats_cpu(row, p.shard_vocab, index.scale(r), &out.sums);
         out.top = stats.faults == kNonFinite ? NAN : stats.top;
         out.argmax = static_cast<int32_t>(stats.argmax + p.vocab_start);
-        out.chosen = ShardRow(r, i).draft_logit(r, i);
+        out.chosen = index.chosen(r);
       }
-      p.partials[b * (p.drafts + 1) + i] = out;
+      p.partials[b * p.rows_per_request() + n] = out;
     }
   }
   return kOk;

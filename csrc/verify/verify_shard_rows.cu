@@ -9,29 +9,28 @@ namespace {
 
 constexpr int kWarps = 4;
 
-// rows: of the shard alone
 __global__ void __launch_bounds__(kWarps* kWarpSize)
-    verify_shard_rows_kernel(const __grid_constant__ VerifyChainParams rows, RowPartial* partials,
-                             int64_t vocab_start) {
-  const ChainWorkspace chunks(rows.workspace, rows.batch, rows.drafts, rows.vocab, false);
+    verify_shard_rows_kernel(const __grid_constant__ VerifyChainParams rows,
+                             const __grid_constant__ VerifyShardParams p) {
+  const ChainWorkspace chunks(rows.workspace, rows.batch, rows.drafts, rows.vocab, p.dense());
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
   previous_launch_done();
-  if (index >= rows.batch * (rows.drafts + 1)) return;
-  const int64_t b = index / (rows.drafts + 1);
-  const int i = static_cast<int>(index - b * (rows.drafts + 1));
+  if (index >= p.batch * chunks.rows_per_request) return;
+  const int64_t b = index / chunks.rows_per_request;
+  const ShardRowIndex row(p, index - b * chunks.rows_per_request);
   const ChainRequest r(rows, b);
   RowPartial out = no_partial();
-  if (i < r.rows) {
-    const ChunkStats* from = chunks.row(b, i);
+  if (row.exists(r)) {
+    const int64_t first = index * chunks.row_chunks;
     uint32_t lane_key;
-    const RowStats stats = combine_chunks(from, chunks.first + (from - chunks.chunks),
-                                          static_cast<int>(chunks.row_chunks),
-                                          law_scale(r.temperature), true, &lane_key, &out.sums);
+    const RowStats stats = combine_chunks(chunks.chunks + first, chunks.first + first,
+                                          static_cast<int>(chunks.row_chunks), row.scale(r), true,
+                                          &lane_key, &out.sums);
     out.top = stats.top;
-    out.argmax = static_cast<int32_t>(stats.argmax + vocab_start);
-    out.chosen = ShardRow(r, i).draft_logit(r, i);
+    out.argmax = static_cast<int32_t>(stats.argmax + p.vocab_start);
+    out.chosen = row.chosen(r);
   }
-  if (threadIdx.x % kWarpSize == 0) partials[index] = out;
+  if (threadIdx.x % kWarpSize == 0) p.partials[index] = out;
 }
 
 }  // namespace
@@ -41,9 +40,9 @@ int verify_shard_rows_cuda(const VerifyShardParams& p, void* stream) {
   if (p.batch == 0) return kOk;
   const VerifyChainParams rows = rows_of_shard(p);
   if (const int status = launch_rows(rows, stream); status != kOk) return status;
-  const int64_t blocks = ceil_div<int64_t>(p.batch * (p.drafts + 1), kWarps);
+  const int64_t blocks = ceil_div<int64_t>(p.batch * p.rows_per_request(), kWarps);
   return launch_behind(verify_shard_rows_kernel, rows, blocks, false, kWarps * kWarpSize, stream,
-                       p.partials, p.vocab_start);
+                       p);
 }
 
 }  // namespace domino

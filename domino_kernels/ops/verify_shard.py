@@ -7,7 +7,8 @@
 
 The tokens, counts, log-probabilities and status bits are those of verify_chain on the whole rows,
 bit by bit, where the edges of the shards are multiples of 128. Two exchanges of a fixed size: from
-each shard 40 bytes a row, then 24 (keys and their log p; the rest is the same in all shards).
+each shard 40 bytes a row of the target and of dense q, then 24 a row of the target (keys and their
+log p; the rest is the same in all shards).
 
 Whatever has the vocabulary as its last dimension is the shard's columns. Of arrays that every rank
 has whole, as engines' samplers have them, these are views: logit_bias[:, first:last],
@@ -230,8 +231,6 @@ def _check_call(
     rules, code = check_rule(op, rule, keying, batch, device)
     if rule == "block" and rules is None:
         raise ValueError(f"{op}: rule: got 'block', expected a rule that reads a row at a time")
-    if draft_logits is not None and draft_ids is None:
-        raise ValueError(f"{op}: draft_logits: got a tensor, expected draft_ids with it")
     check_sampling(
         op,
         rules is not None or code,
@@ -287,16 +286,21 @@ def _check_call(
     )
 
 
+def _is_dense(call):
+    return call.get("draft_logits") is not None and call.get("draft_ids") is None
+
+
 def verify_shard_rows(target_logits, draft_tokens, *, workspace=None, **call):
     """What the other shards have to know of this shard's rows.
 
     Args:
         target_logits, draft_tokens, call: the arguments of `verify_shard`.
-        workspace: int64 tensor from verify_chain_workspace(B, K, V_shard), so that the call needs
-            none of its own. One call at a time may use it.
+        workspace: int64 tensor from verify_chain_workspace(B, K, V_shard, dense=...), so that the
+            call needs none of its own. One call at a time may use it.
 
     Returns:
-        partials, [B (K + 1), 5] int64: stacked over the shards, in any order, for `verify_shard`.
+        partials, [R, 5] int64, stacked over the shards, in any order, for `verify_shard`: of the
+        B (K + 1) rows of the target and, with dense q, of the B K rows of q.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
@@ -306,11 +310,12 @@ def verify_shard_rows(target_logits, draft_tokens, *, workspace=None, **call):
     op = "verify_shard_rows"
     target_logits, draft_tokens, *rest = _check_call(op, target_logits, draft_tokens, **call)
     (batch, drafts), vocab, device = draft_tokens.shape, target_logits.size(-1), draft_tokens.device
+    dense = _is_dense(call)
     if workspace is None:
-        workspace = verify_chain_workspace(batch, drafts, vocab, device=device)
+        workspace = verify_chain_workspace(batch, drafts, vocab, dense=dense, device=device)
     else:
-        _check_workspace(op, workspace, batch, drafts, vocab, False, device)
-    words = batch * (drafts + 1), PARTIAL_WORDS
+        _check_workspace(op, workspace, batch, drafts, vocab, dense, device)
+    words = batch * (drafts + 1 + dense * drafts), PARTIAL_WORDS
     partials = torch.empty(words, dtype=torch.int64, device=device)
     *_, vocab_start, _ = rest
     _verify_shard_rows(target_logits, draft_tokens - vocab_start, *rest, partials, workspace)
@@ -324,13 +329,13 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
         target_logits: [B, K + 1, V_shard], this shard's columns, or [R, V_shard] with cu_rows; as
             in verify_chain. Columns of padding are left out.
         draft_tokens: [B, K] int64, ids in the whole vocabulary.
-        partials: [T, B (K + 1), 5] int64: what verify_shard_rows gave on all T shards, in any
-            order.
+        partials: [T, R, 5] int64: what verify_shard_rows gave on all T shards, in any order.
         rule: "greedy", "token", "onehot", "match" or "gumbel", or [B] uint8 of VerifyRule; BLOCK
             with a q is a BAD_PARAMETER.
         temperature, seed, block_start, draft_logprob, draft_temperature, keying, num_active,
             cu_rows: as in verify_chain.
-        draft_logits, draft_ids: [B, K, M], a pool with ids in the whole vocabulary.
+        draft_logits: [B, K, V_shard], this shard's columns, or [B, K, M] with draft_ids.
+        draft_ids: [B, K, M] int32, a pool with ids in the whole vocabulary.
         logit_bias, output_counts: [B, V_shard]; prompt_mask: [B, ceil(V_shard / 32)]; grammar_mask:
             [B, K + 1, ceil(V_shard / 32)] or [R, ...]: this shard's columns of what verify_chain
             takes.
@@ -349,7 +354,7 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
     checked = _check_call(op, target_logits, draft_tokens, **call)
     (batch, drafts), device = draft_tokens.shape, target_logits.device
     parts = checks.sizes(op, "partials", partials, "[T, R, 5]")[0]
-    words = parts, batch * (drafts + 1), PARTIAL_WORDS
+    words = parts, batch * (drafts + 1 + _is_dense(call) * drafts), PARTIAL_WORDS
     checks.tensor(op, "partials", partials, words, torch.int64, device)
     checks.contiguous(op, "partials", partials)
     slots = batch, drafts + 1
