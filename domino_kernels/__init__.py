@@ -47,6 +47,7 @@ _HOME = {
     "residual_sample": "domino_kernels.ops.residual",
     "row_stats": "domino_kernels.ops.row_stats",
     "ShardResult": "domino_kernels.ops.verify_shard",
+    "ShardedVerify": "domino_kernels.ops.verify_shard",
     "join_verify_shards": "domino_kernels.ops.verify_shard",
     "verify_shard": "domino_kernels.ops.verify_shard",
     "verify_shard_rows": "domino_kernels.ops.verify_shard",

@@ -221,18 +221,20 @@ def shard_call(q):
         rows = [torch.tensor([2], **integers), torch.tensor([0, 3, 5], **integers)]
     logits = torch.randn(5, 9) if sampled else torch.randn(2, 3, 9)
     inputs = logits, torch.zeros(2, 2).long(), int(sampled)
-    return (*inputs, rules, *request, *law, None, told, *edits, *rows, 128, 137)
+    filters = (torch.tensor([2, 0]).int(), torch.full((2,), 0.9), None) if q else (None,) * 3
+    return (*inputs, rules, *request, *law, None, told, *filters, 1, *edits, *rows, 128, 137)
 
 
 def verify_shard_rows(q):
-    rows = 10 if q == "dense" else 6
-    return (*shard_call(q), torch.zeros(rows, 5).long(), torch.zeros(100).long())
+    shape = 10 if q == "dense" else 6, 8 if q else 5
+    return (*shard_call(q), torch.zeros(shape).long(), torch.zeros(100).long())
 
 
 def verify_shard(q):
     out = [torch.zeros(2, 3).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 3)]
     out += [torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3)]
-    return (*shard_call(q), torch.zeros(3, 10 if q == "dense" else 6, 5).long(), *out)
+    shape = 3, 10 if q == "dense" else 6, 8 if q else 5
+    return (*shard_call(q), torch.zeros(shape).long(), *out)
 
 
 def verify_tree(rule, sampled, pooled, dense, ragged, logprobs=True):

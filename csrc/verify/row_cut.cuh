@@ -328,21 +328,7 @@ class CutFinder {
 
   // Sorts the list of the last survey, and sums it up.
   __device__ __forceinline__ void sum_list(const Places& places, int count) {
-    CutShared& s = cut_shared();
-    sort_list(count);
-    const int share = ceil_div(count, kWalkThreads), first = threadIdx.x * share;
-    const int last = min(count, first + share);
-    unsigned long long own = 0;
-#pragma unroll 1
-    for (int n = first; n < last; ++n) own += to_fixed(law_.weight(places.logit(s.sorted[n])));
-    unsigned long long before = scan_block(own);
-#pragma unroll 1
-    for (int n = first; n < last; ++n) {
-      s.before[n] = before;
-      before += to_fixed(law_.weight(places.logit(s.sorted[n])));
-    }
-    if (first < count && last == count) s.before[count] = before;
-    __syncthreads();
+    sum_sorted(count, [&](uint64_t place) { return to_fixed(law_.weight(places.logit(place))); });
   }
 
   // The list holds every token from the first on down to a bound that is not above the cut.

@@ -114,6 +114,27 @@ static __device__ __noinline__ void sort_list(int count) {
 }
 static_assert(kListed == 2 * kWalkThreads);
 
+// Sorts the first `count` entries of s.sorted; s.before is then what lies before each, and at the
+// end all, of the masses mass(entry).
+template <class Mass>
+__device__ __forceinline__ void sum_sorted(int count, Mass mass) {
+  CutShared& s = cut_shared();
+  sort_list(count);
+  const int share = ceil_div(count, kWalkThreads), first = threadIdx.x * share;
+  const int last = min(count, first + share);
+  unsigned long long own = 0;
+#pragma unroll 1
+  for (int n = first; n < last; ++n) own += mass(s.sorted[n]);
+  unsigned long long before = scan_block(own);
+#pragma unroll 1
+  for (int n = first; n < last; ++n) {
+    s.before[n] = before;
+    before += mass(s.sorted[n]);
+  }
+  if (first < count && last == count) s.before[count] = before;
+  __syncthreads();
+}
+
 // How many of the first `count` entries, which rise, are below `value`.
 static __device__ __noinline__ int count_below(const unsigned long long* entries, int count,
                                                unsigned long long value) {

@@ -38,14 +38,14 @@ struct RowStatsParams {
   DType dtype;
 };
 
-// The statistics of row `row` from its parts, [parts, rows]; chosen: the row's token's logit, -inf
-// where it has none.
-DOMINO_HD RowStats join_partials(const RowPartial* partials, int64_t parts, int64_t rows,
-                                 int64_t row, float scale, float* chosen) {
+// The statistics of a row from its parts, of_part(0 .. parts - 1); chosen: the row's token's logit,
+// -inf where it has none.
+template <class OfPart>
+DOMINO_HD RowStats join_partials(OfPart of_part, int64_t parts, float scale, float* chosen) {
   RowStats stats{0, -INFINITY, -1, 0, 0};
   *chosen = -INFINITY;
   for (int64_t part = 0; part < parts; ++part) {
-    const RowPartial& from = partials[part * rows + row];
+    const RowPartial& from = of_part(part);
     if (!(from.top < INFINITY)) stats.faults = kNonFinite;
     if (from.top > stats.top || (from.top == stats.top && from.argmax < stats.argmax)) {
       stats.top = from.top;
@@ -58,7 +58,7 @@ DOMINO_HD RowStats join_partials(const RowPartial* partials, int64_t parts, int6
   const RowExponent exponent(stats.top, scale);
   DigitSums sums;
   for (int64_t part = 0; part < parts; ++part) {
-    const RowPartial& from = partials[part * rows + row];
+    const RowPartial& from = of_part(part);
     if (from.top == -INFINITY) continue;
     const RowExponent own(from.top, scale);
     if (exponent.huge) {
@@ -69,6 +69,14 @@ DOMINO_HD RowStats join_partials(const RowPartial* partials, int64_t parts, int6
   }
   stats.sum = exponent.huge ? sums.at[0] << 40 : sums.fixed(exponent);
   return stats;
+}
+
+// The same of row `row` of [parts, rows].
+DOMINO_HD RowStats join_partials(const RowPartial* partials, int64_t parts, int64_t rows,
+                                 int64_t row, float scale, float* chosen) {
+  return join_partials(
+      [=](int64_t part) -> const RowPartial& { return partials[part * rows + row]; }, parts, scale,
+      chosen);
 }
 
 // Joins the parts of row `row` and writes what the row's tensors are to hold.

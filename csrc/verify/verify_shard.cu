@@ -1,15 +1,17 @@
 // A block owns a slot of a request: it judges the slots up to its own, a warp each, and where the
-// walk ends at its own (or every slot is a draw) races for the token among the shard's. Bytes: the
-// partials, and the shard's part of the rows that are drawn from.
+// walk ends at its own (or every slot is a draw) races for the token among the shard's. Of a
+// filtered row it first finds the cut among the tokens that all shards listed, and races for the
+// token among those. Bytes: the partials, and the shard's part of the rows without filters that are
+// drawn from.
 #include "verify/chain_judge.cuh"
-#include "verify/race.cuh"
+#include "verify/row_places.cuh"
 #include "verify/verify_shard.h"
 
 namespace domino {
 
 namespace {
 
-constexpr int kShardWarps = 16, kShardThreads = kShardWarps * kWarpSize;
+constexpr int kShardWarps = kWalkWarps, kShardThreads = kWalkThreads;
 
 // The least key of the shard's tokens; all threads get it. What is not below `bound` by its noise
 // alone (race.cuh) is passed over, and looked at again where nothing else is found.
@@ -40,6 +42,37 @@ __device__ __noinline__ uint64_t race_shard(const VerifyShardParams& p, const Sh
   }
 }
 
+// Leaves the first tokens of a filtered row in cut_shared().sorted; all threads get the cut.
+__device__ __noinline__ ListedCut cut_shard_row(const VerifyShardParams& p, const ChainRequest& r,
+                                                int i, const RowStats& stats) {
+  CutShared& s = cut_shared();
+  const RowLaw law(stats, r.temperature);
+  const uint64_t last = last_listed(p, r.b, i);
+  if (threadIdx.x == 0) s.listed = 0;
+  __syncthreads();
+  for (int n = threadIdx.x; n < p.parts * p.listed; n += kShardThreads) {
+    const uint64_t word = p.list(n / p.listed, r.b, i)[n % p.listed];
+    if (word <= last && word != kNoToken) s.sorted[atomicAdd(&s.listed, 1u)] = word;
+  }
+  __syncthreads();
+  const int count = static_cast<int>(s.listed);
+  sum_sorted(count, [&](uint64_t word) { return to_fixed(law.weight(word_logit(word))); });
+  return cut_listed(reinterpret_cast<const uint64_t*>(s.sorted),
+                    reinterpret_cast<const uint64_t*>(s.before), count, last == kNoToken, stats,
+                    law, r.filters(), p.vocab, counts_values(p));
+}
+
+// The least key of the shard's tokens among the first `kept`; all threads get it.
+__device__ __noinline__ uint64_t race_listed(const VerifyShardParams& p, int kept,
+                                             const ShardWeights& weights, const RaceNoise& noise) {
+  unsigned long long best = kNoWinner;
+  for (int n = threadIdx.x; n < kept; n += kShardThreads) {
+    const unsigned long long key = listed_key(p, weights, noise, cut_shared().sorted[n]);
+    best = key < best ? key : best;
+  }
+  return least_key_of_block(best);
+}
+
 __global__ void __launch_bounds__(kShardThreads, 1)
     verify_shard_kernel(const __grid_constant__ VerifyShardParams p) {
   __shared__ ShardSlot own;
@@ -53,7 +86,10 @@ __global__ void __launch_bounds__(kShardThreads, 1)
     over = false;
   }
   __syncthreads();
-  for (int slot = i - warp; slot >= 0 && i < r.rows; slot -= kShardWarps) {
+  const bool filtered = r.filters().any(p.vocab);
+  // of a filtered request each slot races: whether the walk comes so far takes a cut a slot
+  const int first = filtered ? i : 0;
+  for (int slot = i - warp; slot >= first && i < r.rows; slot -= kShardWarps) {
     const ShardSlot s = judge_shard_slot(
         p, r, slot, [&](int64_t x, float* logit) { return pool_stats(r, slot, x, logit); });
     if (lane != 0) continue;
@@ -63,18 +99,26 @@ __global__ void __launch_bounds__(kShardThreads, 1)
       over = true;
   }
   __syncthreads();
+  const bool cuts = filtered && own.target.faults == 0;
+  ListedCut cut;
+  if (cuts) {
+    cut = cut_shard_row(p, r, i, own.target);
+    if (threadIdx.x == 0) filter_slot(r, i, cut, &own);
+    __syncthreads();
+  }
   uint64_t keys[2] = {kNoWinner, kNoWinner};
   if (has_shard_race(r, own, over)) {
-    const Outcome outcome = own.slot.outcome;
-    const bool replaces = outcome == Outcome::kResidual;
-    const ShardRow row(r, i);
+    const bool replaces = own.slot.outcome == Outcome::kResidual;
     const float sum = static_cast<float>(own.target.sum) * (1.0f / kFixedOne);
-    const ShardWeights weights(r, i, own, replaces);
-    keys[0] = race_shard(p, row, weights, race_noise(r, i, outcome),
-                         weights.q != DraftLaw::kOneHot ? kResidualGuess : sum);
-    if (replaces && keys[0] == kNoWinner)
-      keys[1] =
-          race_shard(p, row, ShardWeights(r, i, own, false), race_noise(r, i, Outcome::kDraw), sum);
+    const auto race = [&](bool residual, Outcome outcome) {
+      const ShardWeights weights(r, i, own, residual, cuts ? &cut.filter : nullptr);
+      const RaceNoise noise = race_noise(r, i, outcome);
+      if (cuts) return race_listed(p, cut.kept, weights, noise);
+      return race_shard(p, ShardRow(r, i), weights, noise,
+                        weights.q != DraftLaw::kOneHot ? kResidualGuess : sum);
+    };
+    keys[0] = race(replaces, own.slot.outcome);
+    if (replaces && keys[0] == kNoWinner) keys[1] = race(false, Outcome::kDraw);
   }
   if (threadIdx.x == 0) write_shard_slot(p, r, i, own, keys);
 }
@@ -84,7 +128,9 @@ __global__ void __launch_bounds__(kShardThreads, 1)
 int verify_shard_cuda(const VerifyShardParams& p, void* stream) {
   const int64_t rows = p.batch * (p.drafts + 1);
   if (rows == 0) return kOk;
-  if (rows > INT32_MAX) return kBadArgument;
+  const bool filters = p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
+  if (rows > INT32_MAX || (filters && (p.listed < 1 || p.parts * p.listed > kListed)))
+    return kBadArgument;
   verify_shard_kernel<<<static_cast<unsigned>(rows), kShardThreads, 0, as_stream(stream)>>>(
       in_whole_ids(p));
   return launched();

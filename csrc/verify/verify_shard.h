@@ -1,15 +1,19 @@
 // verify_chain where the vocabulary is split over shards: what one of them finds.
 //
-//   verify_shard_rows  of each row of the shard's columns, edited, a RowPartial; gathered from all
+//   verify_shard_rows  of each row of the shard's columns, edited, a RowPartial and, for filters,
+//   the
+//                      likeliest tokens; gathered from all
 //   verify_shard       judges the slots and races for their tokens among the shard's own
 //
-// With the partials of all shards a shard knows each row's law and, as any other shard does, how
-// far the walk comes; the token at its end is raced for among the shard's own tokens, and the least
-// key of all shards wins. Rules, noise and bits are those of verify_chain (chain_walk.h); filters
-// and the block rule are not for shards.
+// With what all shards gathered a shard knows each row's law and, as any other shard does, how far
+// the walk comes; the token at its end is raced for among the shard's own tokens, and the least key
+// of all shards wins. Rules, noise and bits are those of verify_chain (chain_walk.h). Where a
+// filter cuts behind the tokens that were gathered the walk ends without a token, and says so
+// (kUnsettled): flat rows, which have to be looked at whole. The block rule is not for shards.
 #pragma once
 
 #include "verify/chain_walk.h"
+#include "verify/listed_cut.h"
 #include "verify/row_stats.h"
 
 namespace domino {
@@ -19,12 +23,13 @@ enum class ShardVerdict : uint8_t {
   kLast = 1,           // the walk ends here with the token of the least key
   kFail = 2,           // it ends without one
   kNeedsResidual = 3,  // scalar q: the same, residual_sample has the token
-  kMatch = 4           // the token of the least key: where it is the draft, the walk goes on
+  kMatch = 4,          // the token of the least key: where it is the draft, the walk goes on
+  kUnsettled = 5       // it ends without a token: a filter's cut is not known
 };
 
 // The call of verify_chain that the shards make up, of which a shard has its columns: those of
 // target_logits, dense draft_logits, logit_bias and output_counts, and the words of the masks.
-// vocab is the whole vocabulary; outputs of verify_chain, filters and residual_slot are not used.
+// vocab is the whole vocabulary; outputs of verify_chain and residual_slot are not used.
 struct VerifyShardParams : VerifyChainParams {
   uint8_t* verdict;      // [batch, drafts + 1] of ShardVerdict; of rows behind kFail anything
   uint8_t* slot_status;  // the same: the bits of that slot
@@ -32,14 +37,28 @@ struct VerifyShardParams : VerifyChainParams {
   int64_t* keys;       // [2, batch, drafts + 1]: of the race, and of the one in its place where no
                        // token of any shard has weight; kNoShardKey: none
   float* key_logprob;  // the same: log p of the key's token
-  RowPartial* partials;  // [parts, batch, rows_per_request()]: of target rows, then of q's where
-                         // they are dense; parts is 1 where they are written
+  // [parts, batch, rows_per_request(), row_words()], of target rows, then of q's where they are
+  // dense: a RowPartial, then the words of the row's `listed` likeliest tokens (listed_cut.h),
+  // which only filtered rows have, kNoToken behind them; parts is 1 where they are written
+  uint64_t* partials;
   int64_t parts;
+  int64_t listed;
   int64_t vocab_start;  // id of the shard's first token, a multiple of 128
   int64_t shard_vocab;
 
   DOMINO_HD bool dense() const { return draft_logits != nullptr && draft_ids == nullptr; }
   DOMINO_HD int64_t rows_per_request() const { return drafts + 1 + (dense() ? drafts : 0); }
+  DOMINO_HD int64_t row_words() const {
+    return static_cast<int64_t>(sizeof(RowPartial) / sizeof(uint64_t)) + listed;
+  }
+  // Of row `row` of request b.
+  DOMINO_HD RowPartial& partial(int64_t part, int64_t b, int64_t row) const {
+    const int64_t at = (part * batch + b) * rows_per_request() + row;
+    return *reinterpret_cast<RowPartial*>(partials + at * row_words());
+  }
+  DOMINO_HD uint64_t* list(int64_t part, int64_t b, int64_t row) const {
+    return reinterpret_cast<uint64_t*>(&partial(part, b, row) + 1);
+  }
 };
 
 // As an integer with a sign, so that an all-reduce with the minimum joins keys.
@@ -82,11 +101,14 @@ struct ShardRow {
 
 // Which row of a request a partial is of: the target's of slot i, or q's.
 struct ShardRowIndex {
+  int64_t row;
   bool of_draft;
   int i;
 
-  DOMINO_HD ShardRowIndex(const VerifyShardParams& p, int64_t row)
-      : of_draft(row > p.drafts), i(static_cast<int>(of_draft ? row - p.drafts - 1 : row)) {}
+  DOMINO_HD ShardRowIndex(const VerifyShardParams& p, int64_t row_of_request)
+      : row(row_of_request),
+        of_draft(row > p.drafts),
+        i(static_cast<int>(of_draft ? row - p.drafts - 1 : row)) {}
   DOMINO_HD bool exists(const ChainRequest& r) const {
     return of_draft ? r.q == DraftLaw::kDense && i < r.rows - 1 : i < r.rows;
   }
@@ -114,6 +136,10 @@ struct ShardSlot {
   uint32_t status;
 
   DOMINO_HD bool accepts() const { return slot.outcome == Outcome::kAccept; }
+  // Is a rejected draft's replacement for residual_sample?
+  DOMINO_HD bool needs_residual(const ChainRequest& r) const {
+    return slot.outcome == Outcome::kResidual && r.q == DraftLaw::kScalar && !slot.one_hot;
+  }
 };
 
 // A slot of a request that has no such row, or none that can be judged.
@@ -137,8 +163,9 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
     return out;
   }
   const auto joined = [&](int64_t row, float temperature, float* chosen) {
-    return join_partials(p.partials, p.parts, p.batch * p.rows_per_request(),
-                         r.b * p.rows_per_request() + row, law_scale(temperature), chosen);
+    return join_partials(
+        [&](int64_t part) -> const RowPartial& { return p.partial(part, r.b, row); }, p.parts,
+        law_scale(temperature), chosen);
   };
   out.target = joined(i, r.temperature, &out.logit);
   if (out.target.faults != 0) {
@@ -164,26 +191,60 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
   return out;
 }
 
+// Down to where all tokens of a filtered row are in one of its lists, as a word. kNoToken: they all
+// are.
+DOMINO_HD uint64_t last_listed(const VerifyShardParams& p, int64_t b, int i) {
+  uint64_t last = kNoToken;
+  for (int64_t part = 0; part < p.parts; ++part) {
+    const uint64_t end = p.list(part, b, i)[p.listed - 1];
+    last = end < last ? end : last;
+  }
+  return last;
+}
+
+// The slot of a filtered row, which was judged as if it were not.
+DOMINO_HD void filter_slot(const ChainRequest& r, int i, const ListedCut& cut, ShardSlot* s) {
+  Slot& slot = s->slot;
+  const bool by_coin = slot.outcome == Outcome::kAccept || slot.outcome == Outcome::kResidual;
+  const RowLaw law(s->target, r.temperature);
+  if (cut.settled) {
+    if (by_coin)
+      slot.outcome = filtered_outcome(law, cut.filter, s->logit, s->x, slot.q, verify_coin(r, i));
+    return;
+  }
+  const float head = mul_rn(static_cast<float>(cut.head) * (1.0f / kFixedOne), law.inverse_sum);
+  const FilterBounds bounds(r.filters(), law, r.p.vocab, head);
+  slot.outcome = by_coin ? token_outcome(law, bounds, s->logit, slot.q, verify_coin(r, i))
+                         : Outcome::kUndecided;
+  // what takes its place is among the tokens that are kept
+  if (slot.outcome == Outcome::kResidual && !s->needs_residual(r))
+    slot.outcome = Outcome::kUndecided;
+}
+
 // Is there a race at the slot? over: a slot before it stops.
 DOMINO_HD bool has_shard_race(const ChainRequest& r, const ShardSlot& s, bool over) {
   if (s.slot.outcome == Outcome::kPosition) return true;
-  if (over) return false;
-  return s.slot.outcome == Outcome::kDraw ||
-         (s.slot.outcome == Outcome::kResidual && (r.q != DraftLaw::kScalar || s.slot.one_hot));
+  if (over || s.needs_residual(r)) return false;
+  return s.slot.outcome == Outcome::kDraw || s.slot.outcome == Outcome::kResidual;
 }
 
 // What a race over the shard's tokens weighs them by.
 struct ShardWeights {
   RowLaw law;
-  DraftLaw q;  // not one-hot: it is subtracted, so p has to be a probability
+  float inverse_mass;  // 1 over the mass that is kept
+  DraftLaw q;          // not one-hot: it is subtracted, so p has to be a probability
   RowLaw draft;
   LogitRow draft_row;
   const int32_t* ids;
   int64_t pool;
   int64_t without;  // a one-hot draft that was rejected, or -1
 
-  DOMINO_HD ShardWeights(const ChainRequest& r, int i, const ShardSlot& s, bool replaces)
+  // filter: null without
+  DOMINO_HD ShardWeights(const ChainRequest& r, int i, const ShardSlot& s, bool replaces,
+                         const RowFilter* filter = nullptr)
       : law(s.target, r.temperature),
+        inverse_mass(filter != nullptr ? div_rn(kFixedOne, static_cast<float>(filter->mass))
+                                       : law.inverse_sum),
         q(replaces && !s.slot.one_hot ? r.q : DraftLaw::kOneHot),
         draft(s.draft, r.draft_temperature),
         draft_row(r.draft_row(i)),
@@ -194,7 +255,8 @@ struct ShardWeights {
   // Not below the weight.
   DOMINO_HD float upper(float logit, int64_t token) const {
     if (token == without) return 0.0f;
-    return q != DraftLaw::kOneHot ? law.probability(logit) : law.weight(logit);
+    const float weight = law.weight(logit);
+    return q != DraftLaw::kOneHot ? mul_rn(weight, inverse_mass) : weight;
   }
   DOMINO_HD float exact(float upper, int64_t token) const {
     if (q == DraftLaw::kDense) return add_rn(upper, -draft.probability(draft_row.at(token)));
@@ -205,18 +267,33 @@ struct ShardWeights {
   }
 };
 
+// A listed token's part in the race, if it is one of the shard's.
+DOMINO_HD uint64_t listed_key(const VerifyShardParams& p, const ShardWeights& weights,
+                              const RaceNoise& noise, uint64_t word) {
+  const int64_t token = word_token(word), local = token - p.vocab_start;
+  if (local < 0 || local >= p.shard_vocab) return kNoWinner;
+  const float upper = weights.upper(word_logit(word), token);
+  if (!(upper > 0.0f)) return kNoWinner;
+  const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4));
+  const uint32_t random = token % 4 == 0   ? four.word[0]
+                          : token % 4 == 1 ? four.word[1]
+                          : token % 4 == 2 ? four.word[2]
+                                           : four.word[3];
+  return race_key(weights.exact(upper, token), random, token);
+}
+
 // Writes a slot once its races are known: keys[0], and keys[1] of the race in its place.
 DOMINO_HD void write_shard_slot(const VerifyShardParams& p, const ChainRequest& r, int i,
                                 const ShardSlot& s, const uint64_t (&keys)[2]) {
   const int64_t count = p.batch * (p.drafts + 1), at = r.b * (p.drafts + 1) + i;
-  const bool needs =
-      s.slot.outcome == Outcome::kResidual && r.q == DraftLaw::kScalar && !s.slot.one_hot;
+  const bool needs = s.needs_residual(r);
   const bool matches = s.slot.outcome == Outcome::kPosition && s.x >= 0;
-  const ShardVerdict verdict = s.accepts()                        ? ShardVerdict::kAccept
-                               : s.slot.outcome == Outcome::kFail ? ShardVerdict::kFail
-                               : needs                            ? ShardVerdict::kNeedsResidual
-                               : matches                          ? ShardVerdict::kMatch
-                                                                  : ShardVerdict::kLast;
+  const ShardVerdict verdict = s.accepts()                             ? ShardVerdict::kAccept
+                               : s.slot.outcome == Outcome::kFail      ? ShardVerdict::kFail
+                               : s.slot.outcome == Outcome::kUndecided ? ShardVerdict::kUnsettled
+                               : needs   ? ShardVerdict::kNeedsResidual
+                               : matches ? ShardVerdict::kMatch
+                                         : ShardVerdict::kLast;
   p.verdict[at] = static_cast<uint8_t>(verdict);
   p.slot_status[at] = static_cast<uint8_t>(s.status | (needs ? kNeedsResidual : 0u));
   const RowLaw law(s.target, r.temperature);

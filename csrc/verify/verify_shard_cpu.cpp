@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "verify/row_cut_cpu.h"
@@ -45,6 +46,47 @@ uint64_t race(const VerifyShardParams& p, const ShardRow& row, const ShardWeight
   return best;
 }
 
+// The first tokens of a filtered row, and where the filters cut it.
+struct ListedTokens {
+  std::vector<uint64_t> words;
+  ListedCut cut;
+
+  ListedTokens(const VerifyShardParams& p, const ChainRequest& r, int i, const RowStats& stats) {
+    const uint64_t last = last_listed(p, r.b, i);
+    for (int64_t part = 0; part < p.parts; ++part) {
+      const uint64_t* list = p.list(part, r.b, i);
+      for (int64_t n = 0; n < p.listed && list[n] <= last && list[n] != kNoToken; ++n)
+        words.push_back(list[n]);
+    }
+    std::sort(words.begin(), words.end());
+    const RowLaw law(stats, r.temperature);
+    std::vector<uint64_t> before{0};
+    for (const uint64_t word : words)
+      before.push_back(before.back() + to_fixed(law.weight(word_logit(word))));
+    cut = cut_listed(words.data(), before.data(), static_cast<int>(words.size()), last == kNoToken,
+                     stats, law, r.filters(), p.vocab, counts_values(p));
+  }
+
+  uint64_t race(const VerifyShardParams& p, const ShardWeights& weights,
+                const RaceNoise& noise) const {
+    uint64_t best = kNoWinner;
+    for (int n = 0; n < cut.kept; ++n)
+      best = std::min(best, listed_key(p, weights, noise, words[static_cast<size_t>(n)]));
+    return best;
+  }
+};
+
+// The likeliest tokens of a row of the shard, in order.
+void write_list(const VerifyShardParams& p, const ChainRequest& r, const LogitRow& row,
+                uint64_t* list) {
+  if (!r.filters().any(p.vocab)) return;
+  std::vector<uint64_t> words;
+  for (int64_t x = 0; x < p.shard_vocab; ++x)
+    if (row.at(x) > -INFINITY) words.push_back(token_word(row.at(x), p.vocab_start + x));
+  const int64_t count = std::min<int64_t>(p.listed, static_cast<int64_t>(words.size()));
+  std::partial_sort_copy(words.begin(), words.end(), list, list + count);
+}
+
 }  // namespace
 
 int verify_shard_rows_cpu(const VerifyShardParams& p) {
@@ -55,6 +97,7 @@ int verify_shard_rows_cpu(const VerifyShardParams& p) {
     for (int64_t n = 0; n < p.rows_per_request(); ++n) {
       const ShardRowIndex index(p, n);
       RowPartial out = no_partial();
+      std::fill_n(p.list(0, b, n), p.listed, kNoToken);
       if (index.exists(r)) {
         const std::vector<float> edited =
             index.of_draft ? std::vector<float>() : edited_row(r, index.i);
@@ -65,8 +108,9 @@ int verify_shard_rows_cpu(const VerifyShardParams& p) {
         out.top = stats.faults == kNonFinite ? NAN : stats.top;
         out.argmax = static_cast<int32_t>(stats.argmax + p.vocab_start);
         out.chosen = index.chosen(r);
+        if (!index.of_draft && stats.faults == 0) write_list(p, r, row, p.list(0, b, n));
       }
-      p.partials[b * p.rows_per_request() + n] = out;
+      p.partial(0, b, n) = out;
     }
   }
   return kOk;
@@ -76,20 +120,28 @@ int verify_shard_cpu(const VerifyShardParams& params) {
   const VerifyShardParams p = in_whole_ids(params);
   for (int64_t b = 0; b < p.batch; ++b) {
     const ChainRequest r(p, b);
-    bool over = false;
+    const bool filtered = r.filters().any(p.vocab);
+    bool over = false;  // as the kernel has it, never of a filtered request
     for (int i = 0; i <= p.drafts; ++i) {
       uint64_t keys[2] = {kNoWinner, kNoWinner};
-      const ShardSlot s = judge_shard_slot(
+      ShardSlot s = judge_shard_slot(
           p, r, i, [&](int64_t x, float* logit) { return pool_stats(r, i, x, logit); });
-      if (has_shard_race(r, s, over)) {
-        const Outcome outcome = s.slot.outcome;
-        const bool replaces = outcome == Outcome::kResidual;
-        const ShardRow row(r, i);
-        keys[0] = race(p, row, ShardWeights(r, i, s, replaces), race_noise(r, i, outcome));
-        if (replaces && keys[0] == kNoWinner)
-          keys[1] = race(p, row, ShardWeights(r, i, s, false), race_noise(r, i, Outcome::kDraw));
+      std::optional<ListedTokens> tokens;
+      if (filtered && s.target.faults == 0) {
+        tokens.emplace(p, r, i, s.target);
+        filter_slot(r, i, tokens->cut, &s);
       }
-      over |= !s.accepts();
+      const auto race_for = [&](bool replaces, Outcome outcome) {
+        const RaceNoise noise = race_noise(r, i, outcome);
+        if (!tokens) return race(p, ShardRow(r, i), ShardWeights(r, i, s, replaces), noise);
+        return tokens->race(p, ShardWeights(r, i, s, replaces, &tokens->cut.filter), noise);
+      };
+      if (has_shard_race(r, s, over)) {
+        const bool replaces = s.slot.outcome == Outcome::kResidual;
+        keys[0] = race_for(replaces, s.slot.outcome);
+        if (replaces && keys[0] == kNoWinner) keys[1] = race_for(false, Outcome::kDraw);
+      }
+      over |= !filtered && !s.accepts();
       write_shard_slot(p, r, i, s, keys);
     }
   }

@@ -3,12 +3,23 @@
     call = dict(rule="token", temperature=..., vocab_start=first, vocab_total=V, ...)
     partials = verify_shard_rows(logits, drafts, **call)                    # on each rank
     shard = verify_shard(logits, drafts, all_gather(partials), **call)      # on each rank
-    result = join_verify_shards(drafts, all_gather(shard))                  # the same on all ranks
+    result, unsettled = join_verify_shards(drafts, all_gather(shard))       # the same on all ranks
 
 The tokens, counts, log-probabilities and status bits are those of verify_chain on the whole rows,
 bit by bit, where the edges of the shards are multiples of 128. Two exchanges of a fixed size: from
 each shard 40 bytes a row of the target and of dense q, then 24 a row of the target (keys and their
 log p; the rest is the same in all shards).
+
+With filters the first exchange carries the `listed` likeliest tokens of each row too, 8 bytes each
+(rows of q have the room and leave it empty). From them every rank finds the cut, without a further
+exchange, if it lies among them; where it may not, in flat rows, the request is `unsettled`, and its
+rows have to be gathered:
+
+    if unsettled.any():  # the same on all ranks
+        again = verify_chain(all_gather(logits[unsettled]), ...)
+
+The block rule is not here: give each rank the whole rows of its share of the requests (all-to-all),
+and gather what verify_chain says of them.
 
 Whatever has the vocabulary as its last dimension is the shard's columns. Of arrays that every rank
 has whole, as engines' samplers have them, these are views: logit_bias[:, first:last],
@@ -28,12 +39,26 @@ from domino_kernels.ops.verify import (
     _check_workspace,
     verify_chain_workspace,
 )
-from domino_kernels.ops.verify_checks import MAX_VOCAB, check_edits, check_rule, check_sampling
+from domino_kernels.ops.verify_checks import (
+    MAX_VOCAB,
+    ORDERS,
+    check_edits,
+    check_rule,
+    check_sampling,
+)
 from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
 # ShardVerdict of csrc/verify/verify_shard.h
-_ACCEPT, _LAST, _FAIL, _NEEDS_RESIDUAL, _MATCH = range(5)
+_ACCEPT, _LAST, _FAIL, _NEEDS_RESIDUAL, _MATCH, _UNSETTLED = range(6)
 _NO_KEY = 2**63 - 1
+_MOST_LISTED = 1024  # of a row, over all shards: kListed of csrc/verify/row_places.cuh
+
+
+class ShardedVerify(NamedTuple):
+    """What verify_chain would have written, and where that is not known."""
+
+    result: VerifyResult
+    unsettled: torch.Tensor  # [B] bool: stopped before a row that has to be looked at whole
 
 
 class ShardResult(NamedTuple):
@@ -49,7 +74,8 @@ class ShardResult(NamedTuple):
 _CALL = (
     "Tensor target_logits, Tensor draft_tokens, int rule, Tensor? rules, Tensor? temperature, "
     "Tensor? seed, Tensor? block_start, Tensor? draft_logits, Tensor? draft_ids, "
-    "Tensor? draft_logprob, Tensor? draft_temperature, Tensor? logit_bias, "
+    "Tensor? draft_logprob, Tensor? draft_temperature, Tensor? top_k, Tensor? top_p, "
+    "Tensor? min_p, int filter_order, Tensor? logit_bias, "
     "Tensor? repetition_penalty, Tensor? presence_penalty, Tensor? frequency_penalty, "
     "Tensor? prompt_mask, Tensor? output_counts, Tensor? grammar_mask, Tensor? num_active, "
     "Tensor? cu_rows, int vocab_start, int vocab_total"
@@ -69,6 +95,10 @@ def _fields(
     draft_ids,
     draft_logprob,
     draft_temperature,
+    top_k,
+    top_p,
+    min_p,
+    filter_order,
     logit_bias,
     repetition_penalty,
     presence_penalty,
@@ -104,9 +134,9 @@ def _fields(
         cu_rows=pointer(cu_rows),
         num_active=pointer(num_active),
         residual_slot=0,
-        top_k=0,
-        top_p=0,
-        min_p=0,
+        top_k=pointer(top_k),
+        top_p=pointer(top_p),
+        min_p=pointer(min_p),
         logit_bias=pointer(logit_bias),
         repetition_penalty=pointer(repetition_penalty),
         presence_penalty=pointer(presence_penalty),
@@ -133,7 +163,7 @@ def _fields(
         grammar_batch_stride=0 if ragged else grammar_strides[0],
         grammar_row_stride=grammar_strides[-2],
         rule=rule,
-        filter_order=0,
+        filter_order=filter_order,
         target_dtype=DTYPES[target_logits.dtype],
         draft_dtype=_C.F32 if draft_logits is None else DTYPES[draft_logits.dtype],
         **target(target_logits),
@@ -150,6 +180,7 @@ def _launch_rows(*arguments):
         key_logprob=0,
         partials=partials.data_ptr(),
         parts=1,
+        listed=partials.size(1) - PARTIAL_WORDS,
         **_fields(workspace, *call),
     )
     check_status("verify_shard_rows", code)
@@ -165,6 +196,7 @@ def _launch(*arguments):
         key_logprob=key_logprob.data_ptr(),
         partials=partials.data_ptr(),
         parts=partials.size(0),
+        listed=partials.size(2) - PARTIAL_WORDS,
         **_fields(None, *call),
     )
     check_status("verify_shard", code)
@@ -193,6 +225,10 @@ def _check_call(
     draft_ids=None,
     draft_logprob=None,
     draft_temperature=None,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    filter_order="transformers",
     logit_bias=None,
     repetition_penalty=None,
     presence_penalty=None,
@@ -243,10 +279,10 @@ def _check_call(
         draft_ids,
         draft_logprob,
         draft_temperature,
-        None,
-        None,
-        None,
-        "transformers",
+        top_k,
+        top_p,
+        min_p,
+        filter_order,
     )
     check_edits(
         op,
@@ -272,6 +308,10 @@ def _check_call(
         draft_ids,
         draft_logprob,
         draft_temperature,
+        top_k,
+        top_p,
+        min_p,
+        ORDERS[filter_order],
         logit_bias,
         repetition_penalty,
         presence_penalty,
@@ -290,17 +330,24 @@ def _is_dense(call):
     return call.get("draft_logits") is not None and call.get("draft_ids") is None
 
 
-def verify_shard_rows(target_logits, draft_tokens, *, workspace=None, **call):
+def _is_filtered(call):
+    return any(call.get(name) is not None for name in ("top_k", "top_p", "min_p"))
+
+
+def verify_shard_rows(target_logits, draft_tokens, *, listed=128, workspace=None, **call):
     """What the other shards have to know of this shard's rows.
 
     Args:
         target_logits, draft_tokens, call: the arguments of `verify_shard`.
+        listed: with filters, how many of a row's likeliest tokens each shard tells; at most 1024
+            over all shards. In the orders "transformers" and "vllm" top_k up to this is settled,
+            but for ties with the last of them.
         workspace: int64 tensor from verify_chain_workspace(B, K, V_shard, dense=...), so that the
             call needs none of its own. One call at a time may use it.
 
     Returns:
-        partials, [R, 5] int64, stacked over the shards, in any order, for `verify_shard`: of the
-        B (K + 1) rows of the target and, with dense q, of the B K rows of q.
+        partials, [R, 5] int64, with filters [R, 5 + listed]: stacked over the shards, in any order,
+        for `verify_shard`. Of the B (K + 1) rows of the target and, with dense q, the B K of q.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
@@ -315,7 +362,8 @@ def verify_shard_rows(target_logits, draft_tokens, *, workspace=None, **call):
         workspace = verify_chain_workspace(batch, drafts, vocab, dense=dense, device=device)
     else:
         _check_workspace(op, workspace, batch, drafts, vocab, dense, device)
-    words = batch * (drafts + 1 + dense * drafts), PARTIAL_WORDS
+    checks.integer(op, "listed", listed, 1, _MOST_LISTED)
+    words = batch * (drafts + 1 + dense * drafts), PARTIAL_WORDS + _is_filtered(call) * listed
     partials = torch.empty(words, dtype=torch.int64, device=device)
     *_, vocab_start, _ = rest
     _verify_shard_rows(target_logits, draft_tokens - vocab_start, *rest, partials, workspace)
@@ -329,11 +377,12 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
         target_logits: [B, K + 1, V_shard], this shard's columns, or [R, V_shard] with cu_rows; as
             in verify_chain. Columns of padding are left out.
         draft_tokens: [B, K] int64, ids in the whole vocabulary.
-        partials: [T, R, 5] int64: what verify_shard_rows gave on all T shards, in any order.
+        partials: [T, R, 5] int64, or [T, R, 5 + listed]: what verify_shard_rows gave on all T
+            shards, in any order.
         rule: "greedy", "token", "onehot", "match" or "gumbel", or [B] uint8 of VerifyRule; BLOCK
             with a q is a BAD_PARAMETER.
-        temperature, seed, block_start, draft_logprob, draft_temperature, keying, num_active,
-            cu_rows: as in verify_chain.
+        temperature, seed, block_start, draft_logprob, draft_temperature, top_k, top_p, min_p,
+            filter_order, keying, num_active, cu_rows: as in verify_chain.
         draft_logits: [B, K, V_shard], this shard's columns, or [B, K, M] with draft_ids.
         draft_ids: [B, K, M] int32, a pool with ids in the whole vocabulary.
         logit_bias, output_counts: [B, V_shard]; prompt_mask: [B, ceil(V_shard / 32)]; grammar_mask:
@@ -353,8 +402,16 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
     op = "verify_shard"
     checked = _check_call(op, target_logits, draft_tokens, **call)
     (batch, drafts), device = draft_tokens.shape, target_logits.device
-    parts = checks.sizes(op, "partials", partials, "[T, R, 5]")[0]
-    words = parts, batch * (drafts + 1 + _is_dense(call) * drafts), PARTIAL_WORDS
+    parts, _, words = checks.sizes(op, "partials", partials, "[T, R, 5 + listed]")
+    listed = words - PARTIAL_WORDS
+    if not _is_filtered(call):
+        listed = 0
+    elif listed < 1 or parts * listed > _MOST_LISTED:
+        raise ValueError(
+            f"{op}: partials: got {parts} shards with {listed} tokens of a row, expected 1 to "
+            f"{_MOST_LISTED} tokens in all"
+        )
+    words = parts, batch * (drafts + 1 + _is_dense(call) * drafts), PARTIAL_WORDS + listed
     checks.tensor(op, "partials", partials, words, torch.int64, device)
     checks.contiguous(op, "partials", partials)
     slots = batch, drafts + 1
@@ -378,7 +435,9 @@ def join_verify_shards(draft_tokens, shards):
         shards: ShardResult of each shard, in any order.
 
     Returns:
-        VerifyResult.
+        ShardedVerify. Without filters all requests are settled. An unsettled one stops before the
+        row in question, with num_emitted = num_accepted: gather its rows, and verify_chain on them
+        gives all of its result.
     """
     batch, drafts = draft_tokens.shape
     verdict, status, logprob = shards[0][:3]  # the same in all
@@ -407,4 +466,5 @@ def join_verify_shards(draft_tokens, shards):
     for i in range(drafts + 1):
         bits |= reached[:, i]
     accepted = stop[:, 0].int()
-    return VerifyResult(tokens, accepted, accepted + has_last[:, 0].int(), chosen, bits)
+    result = VerifyResult(tokens, accepted, accepted + has_last[:, 0].int(), chosen, bits)
+    return ShardedVerify(result, ending[:, 0] == _UNSETTLED)
