@@ -357,6 +357,10 @@ def test_bad_arguments(generator):
         verify_shard(logits, drafts, partials, vocab_start=128, vocab_total=300)
     with pytest.raises(ValueError, match=r"verify_shard: partials: got shape \[2, 7, 5\]"):
         verify_shard(logits, drafts, partials[:, :7], vocab_total=300)
+    with pytest.raises(ValueError, match="verify_shard_rows: vocab_total: got None, expected 1 to"):
+        verify_shard_rows(logits, drafts)
+    with pytest.raises(TypeError, match="verify_shard: top_logprobs: got a value, expected"):
+        verify_shard(logits, drafts, partials, top_logprobs=2, vocab_total=300)
     with pytest.raises(ValueError, match="verify_shard: rule: got 'block'"):
         verify_shard(logits, drafts, partials, rule="block", vocab_total=300)
     with pytest.raises(ValueError, match=r"draft_logits: got shape \[2, 3, 400\], expected"):

@@ -240,9 +240,12 @@ def _check_call(
     cu_rows=None,
     keying=None,
     vocab_start=0,
-    vocab_total,
+    vocab_total=None,
+    **unknown,
 ):
     """The call as the ops take it."""
+    for name in unknown:
+        raise TypeError(f"{op}: {name}: got a value, expected an argument that shards take")
     batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
     if cu_rows is None:
         vocab = checks.sizes(op, "target_logits", target_logits, "[B, K + 1, V]")[2]
