@@ -17,8 +17,13 @@ def make(batch, restarts, device, table=True, dtype=torch.bfloat16):
     return block._replace(weights=block.weights.with_table()) if table else block
 
 
-def draft(block, **options):
-    return draft_chain(*block[:4], pool_size=POOL, return_details=True, **options)
+def draft(block, *, pool="block", **options):
+    plan = ChainPlan(block.weights, len(block.anchor), pool_size=POOL, pool=pool)
+    call = dict(plan=plan, pool=pool, pool_size=POOL, return_details=True)
+    result = draft_chain(*block[:4], **call, **options)
+    aborted = plan.workspace[8:12]  # ChainControl: epoch, left, aborted
+    assert not aborted.any(), "a block waited in vain: the ids are the second form's"
+    return result
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["table", "embedding"])

@@ -30,6 +30,11 @@ def reference_arrays(inputs, bias=None, allowed=None):
     return base, hidden, anchor, tensors
 
 
+def gave_up(plan):
+    """Whether a block of the last call waited in vain; its ids are then the second form's."""
+    return plan.workspace[8:12].any().item()  # ChainControl: epoch, left, aborted, mute
+
+
 def on_pools(inputs, device):
     """Whether a call that is not exact runs on pools: the plain form on a GPU scores all ids."""
     return device == "cpu" or inputs[3].dtype != torch.float32
@@ -57,6 +62,7 @@ CASES = [  # shift_label, prefix, drafts, batch, pool, M
     (True, 1, 15, 9, "slot", 40),
     (False, 0, 5, 1, "slot", 1),
     (True, 2, 7, 2, "block", 1000),
+    (True, 3, 9, 4, "slot", 40),
 ]
 
 
@@ -66,6 +72,7 @@ CASES = [  # shift_label, prefix, drafts, batch, pool, M
 def test_pools(shift_label, prefix, drafts, batch, pool, size, table, dtype, device, generator):
     inputs = make(generator, dtype, device, B=batch, **SIZES)
     inputs = with_table(inputs) if table else inputs
+    plan = ChainPlan(inputs[3], batch, num_drafts=drafts, pool_size=size, pool=pool)
     tokens, scores = draft_chain(
         *inputs,
         num_drafts=drafts,
@@ -74,8 +81,10 @@ def test_pools(shift_label, prefix, drafts, batch, pool, size, table, dtype, dev
         exact=False,
         pool_size=size,
         pool=pool,
+        plan=plan,
         return_scores=True,
     )
+    assert not gave_up(plan)
     base, *rest = reference_arrays(inputs)
     pools = None
     if on_pools(inputs, device):
@@ -168,6 +177,7 @@ def test_drawn(shift_label, prefix, drafts, batch, pool, size, dtype, device, ge
         pytest.skip("drafts are drawn by the block form")
     inputs = with_table(make(generator, dtype, device, B=batch, **SIZES))
     arguments = drawn_arguments(batch, device)
+    plan = ChainPlan(inputs[3], batch, num_drafts=drafts, pool_size=size, pool=pool)
     result = draft_chain(
         *inputs,
         num_drafts=drafts,
@@ -175,8 +185,10 @@ def test_drawn(shift_label, prefix, drafts, batch, pool, size, dtype, device, ge
         pure_draft_prefix_len=prefix,
         pool_size=size,
         pool=pool,
+        plan=plan,
         **arguments,
     )
+    assert not gave_up(plan)
     base, *rest = reference_arrays(inputs)
     first = 0 if shift_label else 1
     pools = pools_of(base, size, pool, drafts, first, 0)
@@ -499,6 +511,25 @@ def test_a_block_that_never_comes(mode, table, generator):
         for name in ("tokens", "scores", "pool_logits", "log_probs"):
             actual, wanted = getattr(result, name), getattr(expected, name)
             assert actual is wanted is None or torch.equal(actual, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["exact", "pool", "drawn"])
+@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    "units, batch, table",
+    [(48, 2, True), (512, 3, False), (512, 20, True), (512, 9, False), (1024, 2, True)],
+)
+def test_nobody_misses_a_word(units, batch, table, prefix, mode, generator):
+    """Blocks without units, which send keys all the same, keep step with those that read them."""
+    sizes = dict(NARROW, G=units)
+    inputs = block_inputs(generator, torch.bfloat16, batch, sizes, table)
+    settings = drawn_arguments(batch, "cuda") if mode == "drawn" else dict(exact=mode == "exact")
+    plan = ChainPlan(inputs[3], batch, pool_size=300)
+    call = dict(plan=plan, pool_size=300, pure_draft_prefix_len=prefix, **settings)
+    for _ in range(5):
+        draft_chain(*inputs, **call)
+        assert not gave_up(plan)
 
 
 @pytest.mark.gpu

@@ -346,7 +346,9 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
 #pragma unroll
     for (int some = 0; some < kTiles; some += kTilesAtOnce) {
       uint64_t word[kLoads] = {};
-      uint32_t missing = corrects || has_units ? awaited[some / kTilesAtOnce] : 0;
+      // Who does not need S_j waits for it all the same where it sends keys: they stand where those
+      // of y_j do, which whoever made S_j has read.
+      uint32_t missing = scored || has_units ? awaited[some / kTilesAtOnce] : 0;
       if (p.restart) {
         missing = 0;
 #pragma unroll
@@ -354,7 +356,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
           const int row = some * kColumns + i * kRowsAtOnce + lane_row;
           if (row >= rows || lane_k >= units) continue;
           const int starts = start[row];
-          if ((corrects || has_units) && j >= starts) missing |= 1u << i;
+          if ((scored || has_units) && j >= starts) missing |= 1u << i;
           if (starts == j + 1 && starts < drafts)
             word[i] = *reinterpret_cast<const uint64_t*>(static_cast<const T*>(p.states) +
                                                          ((first_row + row) * drafts + j) * units +
@@ -414,7 +416,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     }
     if (slot_pools) {
       asm volatile("cp.async.wait_all;" ::: "memory");
-      if (j + 1 < drafts) load_ids(j + 1);
+      if (j + 1 < drafts && j + 1 > scored_from) load_ids(j + 1);
     }
     __syncthreads();
 
