@@ -180,10 +180,11 @@ def test_kinds_of_heads(kind, dtype, device, generator):
     assert_expansion(out, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("draws", [False, True], ids=["top", "drawn"])
 @pytest.mark.parametrize("M", [1, 64, 300, 1000])
-def test_pool(M, draws, device, generator):
-    arguments = make(generator, torch.bfloat16, device, B=3, W=9)
+def test_pool(M, draws, dtype, device, generator):
+    arguments = make(generator, dtype, device, B=3, W=9)
     ids = torch.rand(3, 1000, generator=generator).argsort(1)[:, :M].int()
     if M > 64:
         ids[1, 10:40] = -1

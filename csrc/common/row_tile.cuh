@@ -9,7 +9,7 @@
 // RowTile<T, true> runs on tensor cores and needs rows that start at 16 bytes and a length that is
 // a multiple of 8. Each lane loads 8 consecutive k of its rows and of column g: which k stand side
 // by side in an MMA does not matter as long as rows and columns agree, and loads of 16 bytes do.
-// RowTile<T, false> takes any length and alignment, and fp32.
+// RowTile<T, false> takes any length and alignment, and fp32; `high` is no longer than `low`.
 #pragma once
 
 #include "common/launch.h"

@@ -330,10 +330,11 @@ __global__ void __launch_bounds__(kHeadThreads, 2)
     const int id[2] = {row_id(round, 0), row_id(round, 1)};
     const T* low = w2 + max(id[0], 0) * p.rank;
     const T* high = w2 + max(id[1], 0) * p.rank;
+    const int first = kMma ? id[0] : max(id[0], id[1]);  // RowTile: low is as long as high
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int k0 = (batch * kAhead + i) * kChunk;
-      step.low[i] = Tile::row(low, k0, id[0] < 0 ? 0 : length);
+      step.low[i] = Tile::row(low, k0, first < 0 ? 0 : length);
       step.high[i] = Tile::row(high, k0, id[1] < 0 ? 0 : length);
     }
     if (batch != 0) return;
