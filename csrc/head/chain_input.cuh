@@ -387,8 +387,8 @@ class InputServer {
                       : drafts;
     };
     uint32_t* const tokens = reinterpret_cast<uint32_t*>(memory + kTokens);
-    const bool run =
-        *reinterpret_cast<volatile uint32_t*>(aborted) == 0 && p.control->mute != blockIdx.x + 1;
+    const bool run = !__syncthreads_or(*reinterpret_cast<volatile uint32_t*>(aborted) != 0 ||
+                                       p.control->mute == blockIdx.x + 1);
     if (kGuesses && run) guess(exchange, rows, epoch, first_guess);
     constexpr int kRows = kColumnTiles * kColumns / kWarps;  // of a warp
 #pragma unroll 1

@@ -111,8 +111,6 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     if (threadIdx.x < rows) first = begin_row(p, p.restart, first_row + threadIdx.x, block == 0);
     start[threadIdx.x] = first;
   }
-  const bool leave =
-      *reinterpret_cast<volatile uint32_t*>(aborted) != 0 || p.control->mute == blockIdx.x + 1;
   const bool draws = !kPlain && p.temperature != nullptr, slot_pools = !kPlain && p.pools > 1;
   const bool resident = kPlain || p.resident;
   const auto load_ids = [&](int j) {  // of draft j
@@ -138,13 +136,15 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       }
     }
   };
-  __syncthreads();
+  // by the whole block alike, however late it comes
+  const bool leave = __syncthreads_or(*reinterpret_cast<volatile uint32_t*>(aborted) != 0 ||
+                                      p.control->mute == blockIdx.x + 1);
   const int begin = __reduce_min_sync(kFullMask, start[lane]);
   const bool run = !leave && begin < drafts;
   const int scored_from = draws ? 0 : prefix;  // drafts before it are known
   if (run) {
     load_ids(max(begin, scored_from));
-    // the other place: of the next draft, or, after a restart, of the one that prepare() begins with
+    // the other place: of the next draft; after a restart of the one that prepare() begins with
     load_ids(slot_pools ? max(begin - 1, scored_from) : max(begin, scored_from) + 1);
     __syncthreads();
     if (resident) {

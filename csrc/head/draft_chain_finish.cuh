@@ -130,10 +130,13 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
   int* const starts = list + p.batch;  // of the rows of the list
 
   previous_launch_done();
-  if (p.control->aborted) return;
   constexpr int kRound = 2;
   const PendingRows<kFinishThreads> pending(p, kRound, list, slots);
   if (pending.count == 0) return;
+  // The launches in front have given up, or blocks of this one that have waited for this block: it
+  // takes no step, but is counted among those that leave.
+  bool together =
+      !__syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0);
   int sweeps = 0;                      // one forward, one backward
   const auto sweep = [&]() -> Sweep {  // made anew where it is used: registers are short
     return {static_cast<const T*>(p.w2),
@@ -173,7 +176,6 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
       if (pends(i / drafts, i % drafts)) *key_at(i / drafts, i % drafts) = 0;
 
   uint32_t barriers = 0;
-  bool together = true;
   for (int j = begin; j < drafts && together; ++j) {
     // S_j: 16 units of 16 rows at a time
     constexpr int kRows = kStateTiles * kTileColumns;

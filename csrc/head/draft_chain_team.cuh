@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
       if (thread < p.teams) first = begin_row(p, p.restart, p.row0 + thread, blockIdx.x == 0);
       start[thread] = first;
     }
-    const bool leaves = *reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
-                        p.control->mute == blockIdx.x + 1;
+    const bool leaves =
+        __syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
+                         p.control->mute == blockIdx.x + 1);
     cluster_sync();
     return !leaves;
   };
