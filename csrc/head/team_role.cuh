@@ -381,7 +381,8 @@ struct TeamRole {
       if (j + 1 < drafts) prepare(j + 1, tile0);
       if (resident && slot_pools && j + 1 < drafts) load_rows(j + 1);
     }
-    if (makes_state && member == 0) report(drafts - 1, winner(drafts - 1));
+    // in every member: the last keys are on their way to all, and must not meet a block that left
+    if (makes_state) report(drafts - 1, winner(drafts - 1));
   }
 };
 
