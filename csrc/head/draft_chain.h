@@ -118,9 +118,7 @@ struct DraftChainWorkspace {
 //                        that token (draft j runs S_j from S_{j-1} and y_j)
 //   draft_chain_certify  round 1: drafts first[1, b].. of those rows; first[2, b]
 //   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a draft
-//   draft_chain_rescue   where control->aborted is set, which every launch before leaves at once:
-//   the
-//                        whole draft of all rows, one block a row
+//   draft_chain_rescue   where control->aborted is set: the whole draft of all rows, a block each
 //   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits
 // Each leaves at once where it has nothing to do.
 //

@@ -13,12 +13,6 @@ int log2_up(int64_t n) {
   return log;
 }
 
-struct Device {
-  int processors = 0;
-  int memory = 0;  // bytes of shared memory that a block may have
-  int major = 0;   // compute capability
-};
-
 template <class T, int kSteps, int kTiles, int kRank, bool kTable>
 int launch(const ChainBlockArgs& p, int servers, int bytes, bool overlap, cudaStream_t stream) {
   const auto kernel = chain_block<T, kSteps, kTiles, kRank, kTable>;
@@ -34,18 +28,18 @@ int launch(const ChainBlockArgs& p, int servers, int bytes, bool overlap, cudaSt
 }
 
 template <class T, int kSteps, int kTiles>
-int launch(ChainBlockArgs& p, const Device& device, cudaStream_t stream) {
+int launch(ChainBlockArgs& p, const DeviceInfo& device, cudaStream_t stream) {
   const int all_ids = ceil_div(p.group_rows << p.part_log, 16) * 16;
   p.tiles_log = log2_up(ceil_div(all_ids / 16, BlockMemory<kTiles>::kWarps));
   p.words = std::max(1, 1 << p.part_log >> 4 >> p.tiles_log);
   int bytes = BlockMemory<kTiles>::bytes(all_ids, p.pitch);
-  p.resident = bytes <= device.memory;
+  p.resident = bytes <= device.shared_memory;
   if (!p.resident) bytes = BlockMemory<kTiles>::bytes(all_ids, 0);
-  if (bytes > device.memory) return kBadArgument;
+  if (bytes > device.shared_memory) return kBadArgument;
   int servers = 0;
   if (p.table == nullptr) {
     servers = std::min(device.processors - p.chain_blocks, input_slabs(p.units));
-    p.keeps_inputs = InputServer<T, kTiles>::kBytes <= device.memory;
+    p.keeps_inputs = InputServer<T, kTiles>::kBytes <= device.shared_memory;
     bytes = std::max(bytes, p.keeps_inputs ? InputServer<T, kTiles>::kBytes
                                            : InputServer<T, kTiles>::kLeastBytes);
   }
@@ -63,16 +57,17 @@ int launch(ChainBlockArgs& p, const Device& device, cudaStream_t stream) {
 }
 
 template <class T, int kSteps>
-int launch(ChainBlockArgs& p, const Device& device, cudaStream_t stream) {
+int launch(ChainBlockArgs& p, const DeviceInfo& device, cudaStream_t stream) {
   const int all_ids = ceil_div(p.group_rows << p.part_log, 16) * 16;
   const bool few = p.group_rows <= kColumns;
-  if (few && (p.table == nullptr || BlockMemory<1>::bytes(all_ids, p.pitch) <= device.memory))
+  if (few &&
+      (p.table == nullptr || BlockMemory<1>::bytes(all_ids, p.pitch) <= device.shared_memory))
     return launch<T, kSteps, 1>(p, device, stream);
   return launch<T, kSteps, 4>(p, device, stream);
 }
 
 template <class T>
-int launch(ChainBlockArgs& p, const Device& device, cudaStream_t stream) {
+int launch(ChainBlockArgs& p, const DeviceInfo& device, cudaStream_t stream) {
   return p.units <= 256 ? launch<T, 1>(p, device, stream) : launch<T, 4>(p, device, stream);
 }
 
@@ -82,16 +77,8 @@ int draft_chain_block_cuda(const ChainBlockParams& params, bool restart, void* s
   bool done = false;
   const int team_status = draft_chain_team_cuda(params, restart, &done, stream);
   if (done || team_status != kOk) return team_status;
-  int index = 0;
-  Device device;
-  cudaError_t error = cudaGetDevice(&index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, index);
-  if (error != cudaSuccess) return error;
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   // without a table one group, the other processors serve it
   const bool serves = params.table == nullptr;
   const int most_groups =
