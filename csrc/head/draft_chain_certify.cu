@@ -72,9 +72,11 @@ int launch(const ChainBlockParams& p, int round, cudaStream_t stream) {
   }
   const auto run = [&](auto known) {
     constexpr int kRank = decltype(known)::value;
-    return p.batch * p.corrected() > 4 * kTileColumns
-               ? launch_portable<T, 2, kRank>(p, round, device, 1, overlap, stream)
-               : launch_portable<T, 1, kRank>(p, round, device, 2, overlap, stream);
+    // where their stages have room: not in the 99 KB of sm_86, 89 and 120
+    const bool two_row_tiles =
+        p.batch * p.corrected() > 4 * kTileColumns && device.shared_memory > kMemory / 2;
+    return two_row_tiles ? launch_portable<T, 2, kRank>(p, round, device, 1, overlap, stream)
+                         : launch_portable<T, 1, kRank>(p, round, device, 2, overlap, stream);
   };
   return p.rank == 256 ? run(std::integral_constant<int, 256>{})
                        : run(std::integral_constant<int, 0>{});
