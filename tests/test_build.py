@@ -111,6 +111,32 @@ def test_kernels_compile_for_sm_90a_with_no_more_spills_than_timed(path, tmp_pat
     assert entry, f"no kernel in {path}"
 
 
+def test_gpus_without_code_of_their_own_are_launched_as_sm_80(tmp_path):
+    """The driver compiles sm_80's code for them: launchers must not ask for clusters there."""
+    source = tmp_path / "generation.cu"
+    for built, expected in (((8, 12), {8: 8, 9: 8, 12: 12}), ((9,), {9: 9, 11: 8})):
+        cases = "\n".join(
+            f"static_assert(domino::generation({major}) == {taken});"
+            for major, taken in expected.items()
+        )
+        source.write_text(f'#include "common/launch.h"\n{cases}\n')
+        defined = f"-DDOMINO_GENERATIONS={sum(1 << major for major in built)}u"
+        run(nvcc(), "-std=c++17", defined, "-I", ROOT / "csrc", "-fatbin", "-o", os.devnull, source)
+
+
+def test_launchers_know_what_was_compiled():
+    commands = ROOT / "build" / f"cuda-{sys.implementation.cache_tag}" / "compile_commands.json"
+    if not commands.exists():
+        pytest.skip("no CUDA build in this folder")
+    generations = 0
+    for arch in domino_kernels.build_info().cuda_archs:
+        number, suffix = re.match(r"(\d+)([af]?)", arch).groups()
+        if (number, suffix) != ("90", ""):  # wgmma and the copy engine need 90a
+            generations |= 1 << int(number) // 10
+    defined = set(re.findall(r"-DDOMINO_GENERATIONS=(\d+)u", commands.read_text()))
+    assert defined == {str(generations)}
+
+
 # --- importing it ----------------------------------------------------------------------------
 
 

@@ -20,10 +20,19 @@ inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(s
 // Status of the launch just made. It also clears the error, so that it is not reported twice.
 inline int launched() { return static_cast<int>(cudaGetLastError()); }
 
+// Bit n: the build has code for GPUs of compute capability n.x (CMakeLists.txt).
+#ifndef DOMINO_GENERATIONS
+#define DOMINO_GENERATIONS 0xffffffffu
+#endif
+
+// What a GPU of this major compute capability is to launchers. Without code of its own it runs that
+// of sm_80, in which there are no clusters, no previous_launch_done() and no copy engine.
+constexpr int generation(int major) { return (DOMINO_GENERATIONS >> major & 1u) != 0 ? major : 8; }
+
 // What launchers ask of a device.
 struct DeviceInfo {
   int processors = 0;
-  int major = 0;          // compute capability
+  int major = 0;          // compute capability, as generation() has it
   int shared_memory = 0;  // bytes that a block may have
 };
 
@@ -42,6 +51,7 @@ inline int current_device(DeviceInfo* out) {
     if (status == kOk) status = ask(cudaDevAttrComputeCapabilityMajor, &device.major);
     if (status == kOk) status = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, &device.shared_memory);
     if (status != kOk) return status;
+    device.major = generation(device.major);
     known = index;
   }
   *out = device;
