@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -485,6 +487,18 @@ def test_bad_memory(change, error, message, generator):
     out = DraftResult.empty(inputs[-1], 2, num_drafts=3)._replace(**memory)
     with pytest.raises(error, match=f"draft_chain: {message}"):
         draft_chain_out(*inputs, out=out, plan=plan)
+
+
+@pytest.mark.parametrize("other", [dict(G=16), dict(R=16)], ids=str)
+def test_plan_of_another_head(other, device, generator):
+    """Its memory would be read where it was never cleared: words of no draft could pass for new."""
+    inputs = make(generator, torch.float32, device, **GOOD)
+    weights = make(generator, torch.float32, device, **GOOD | other)[-1]
+    plan = ChainPlan(weights, 40)
+    with pytest.raises(ValueError, match=r"draft_chain: plan: got one for weights of G=\d+, R=\d+"):
+        draft_chain(*inputs, num_drafts=3, plan=plan)
+    copy = dataclasses.replace(inputs[-1], w2=inputs[-1].w2.clone())
+    draft_chain(*inputs, num_drafts=3, plan=ChainPlan(copy, 40))
 
 
 @pytest.mark.gpu

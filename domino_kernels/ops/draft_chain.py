@@ -75,7 +75,7 @@ class ChainPlan:
     """The memory that draft_chain's launches share, for calls of up to `batch` rows.
 
     Args:
-        weights: HeadWeights of the calls.
+        weights: HeadWeights of the calls; others may take their place, of the same G and R.
         batch, num_drafts, pool_size, pool: the largest that a call will have; pool_size None: the
             default of a call of this batch.
         backend: "cuda", or "triton": the calls' kernels (on a CPU, the twin or the interpreter).
@@ -472,6 +472,13 @@ def draft_chain_out(
     pools = drafts if slot_pools else 1
     need = plan.size
     if (weights, batch, drafts, pool_size, pools) != plan.made_for:
+        made = plan.made_for[0]
+        # they say where the words are that were zeroed once
+        if (made.state_size, made.rank) != (weights.state_size, weights.rank):
+            raise ValueError(
+                f"{op}: plan: got one for weights of G={made.state_size}, R={made.rank}, expected "
+                f"G={weights.state_size}, R={weights.rank}"
+            )
         need = _workspace_bytes(batch, drafts, pool_size, pools, weights, plan.backend)
     if workspace.device != device or workspace.numel() < need:
         raise ValueError(
