@@ -146,6 +146,8 @@ __device__ __forceinline__ uint64_t key_word(unsigned long long key, int j) {
   return key >> 32 << 32 | low << 5 | static_cast<uint32_t>(j + 1);
 }
 
+__device__ __forceinline__ int key_tag(uint64_t word) { return static_cast<int>(word & 31); }
+
 __device__ __forceinline__ bool is_key_of(uint64_t word, int j) { return (word & 31) == j + 1; }
 
 __device__ __forceinline__ uint32_t key_word_id(uint32_t low) { return 0x7ffffffu - (low >> 5); }

@@ -33,12 +33,14 @@ DOMINO_HD int input_slabs(int64_t units) {
 }
 
 // The id that row `row` of group 0 has chosen as draft j, from the keys of all its blocks; by a
-// warp.
+// warp. Where the id was guessed the chain may go on before these keys have been read: a key of a
+// later draft in their place says that the guess was right.
 __device__ __forceinline__ uint32_t await_choice(const ChainExchange& exchange, int row, int words,
-                                                 int j, uint32_t* aborted) {
+                                                 int j, uint32_t guess, uint32_t* aborted) {
   const int lane = threadIdx.x % kWarpSize, pairs = kGroup / 2 * words;
   const uint64_t* const from = exchange.keys(0) + row * pairs * 2;
   unsigned long long best = 0;
+  int latest = 0;
 #pragma unroll 1
   for (int i = lane; i - lane < pairs; i += 2 * kWarpSize) {
     ulonglong2 first{}, second{};
@@ -46,13 +48,16 @@ __device__ __forceinline__ uint32_t await_choice(const ChainExchange& exchange, 
         [&] {
           first = look_twice(from + 2 * min(i, pairs - 1));
           second = look_twice(from + 2 * min(i + kWarpSize, pairs - 1));
-          return is_key_of(first.x, j) && is_key_of(first.y, j) && is_key_of(second.x, j) &&
-                 is_key_of(second.y, j);
+          const int tag[4] = {key_tag(first.x), key_tag(first.y), key_tag(second.x),
+                              key_tag(second.y)};
+          latest = max(latest, max(max(tag[0], tag[1]), max(tag[2], tag[3])));
+          return min(min(tag[0], tag[1]), min(tag[2], tag[3])) > j;
         },
         aborted);
     best = max(max(best, max(first.x, first.y)), max(second.x, second.y));
   }
-  return key_word_id(static_cast<uint32_t>(warp_best(best)));
+  const uint32_t chosen = key_word_id(static_cast<uint32_t>(warp_best(best)));
+  return __any_sync(kFullMask, latest > j + 1) ? guess : chosen;
 }
 
 // The guess of y_j that the servers have made for a batch row, where `wanted` in this lane.
@@ -369,7 +374,7 @@ class InputServer {
       return p.num_active == nullptr || b < *p.num_active ? 0 : drafts;
     };
     const int begin = __reduce_min_sync(kFullMask, start_of(lane));
-    const auto token = [&](int row, int j) -> uint32_t {  // y_j
+    const auto token = [&](int row, int j, uint32_t guess) -> uint32_t {  // y_j
       const int64_t b = p.row0 + row;
       const int start = start_of(row);
       if (start == drafts || j < start) return kNoToken;
@@ -377,7 +382,7 @@ class InputServer {
       const uint32_t last_id = static_cast<uint32_t>(p.vocab - 1);
       // keys of drafts before this one are in p.keys
       if (j > max(start, p.temperature ? 0 : static_cast<int>(p.prefix)))
-        return min(await_choice(exchange, row, p.words, j - 1, aborted), last_id);
+        return min(await_choice(exchange, row, p.words, j - 1, guess, aborted), last_id);
       // Who needs not wait for a key must see that the words of the step before have been read.
       if (j > start) await_state<T>(exchange, row, j - 1, aborted);
       return min(key_id(p.keys[b * drafts + j - 1]), last_id);
@@ -408,7 +413,7 @@ class InputServer {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = warp + i * kWarps;
-        const uint32_t y = token(row, j);
+        const uint32_t y = token(row, j, guessed[i]);
         if (lane == 0) tokens[row] = y == guessed[i] ? kNoToken : y;
         any |= y != guessed[i];
       }
