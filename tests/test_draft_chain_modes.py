@@ -403,6 +403,16 @@ def test_bad_arguments(change, error, message, generator):
         draft_chain(*inputs, **change)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts, prefix", [(1, 1), (3, 4), (29, 1)])
+def test_blocks_that_are_not_drawn_on_a_gpu(drafts, prefix, generator):
+    inputs = make(generator, torch.bfloat16, "cuda", B=2, **SIZES | dict(S=30))
+    options = dict(num_drafts=drafts, pure_draft_prefix_len=prefix, **drawn_arguments(2, "cuda"))
+    message = f"num_drafts: got {drafts} with temperature on a GPU, expected more than"
+    with pytest.raises(ValueError, match=message):
+        draft_chain(*inputs, **options)
+
+
 # ---- the block form, GPU only ----
 
 WIDE = dict(V=3000, H=128, G=1024, R=256)

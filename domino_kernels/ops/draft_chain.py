@@ -12,6 +12,7 @@ from domino_kernels.torch_library import DTYPES, check_status, define, place
 
 POOLS = ("block", "slot")
 BACKENDS = ("cuda", "triton")
+_MOST_DRAWN = 28  # drafts that the block form takes: kEpochStride of csrc/head/draft_chain.h less 4
 
 
 class DraftResult(NamedTuple):
@@ -291,7 +292,8 @@ def draft_chain(
         pool: "block", one pool a row, by the maxima of its corrected slots (of all where drafts are
             drawn), or "slot", one for each draft.
         temperature: [B] float32 on the device, 0 = greedy in that row; with it seed and
-            block_start, [B] int64: the request's seed, and the absolute position of the anchor.
+            block_start, [B] int64: the request's seed, and the absolute position of the anchor. On
+            a GPU for blocks of at most 28 drafts, of which at least one is corrected.
         num_active: [1] int32 on the device: rows from it on are padding, and left as they are.
         vocab_valid: ids from it on (padding of the vocabulary) are never drafted; None: V.
         mask: [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 set where id v is allowed.
@@ -439,6 +441,11 @@ def draft_chain_out(
     if temperature is not None:
         if device.type == "cuda" and dtype == torch.float32:
             raise TypeError(f"{op}: temperature: got float32 weights on a GPU, expected half ones")
+        if device.type == "cuda" and not pure_draft_prefix_len < drafts <= _MOST_DRAWN:
+            raise ValueError(
+                f"{op}: num_drafts: got {drafts} with temperature on a GPU, expected more than "
+                f"pure_draft_prefix_len={pure_draft_prefix_len} and at most {_MOST_DRAWN}"
+            )
         if exact:
             raise ValueError(f"{op}: exact: got True with temperature, expected exact=False")
         for name, value, kind in (
