@@ -65,7 +65,9 @@ int run_op(const P& params, int device, std::uintptr_t stream, int (*cuda)(const
 #ifdef DOMINO_WITH_CUDA
   DeviceGuard guard(device);
   if (guard.status() != kOk) return guard.status();
-  return cuda(params, reinterpret_cast<void*>(stream));
+  const int status = cuda(params, reinterpret_cast<void*>(stream));
+  if (status > 0) forget_cuda_error();
+  return status;
 #else
   (void)cuda, (void)stream;
   return kNoCuda;

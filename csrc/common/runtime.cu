@@ -12,6 +12,8 @@ const char* cuda_error_text(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
+void forget_cuda_error() { cudaGetLastError(); }
+
 DeviceGuard::DeviceGuard(int device) {
   status_ = cudaGetDevice(&previous_);
   if (status_ == cudaSuccess && previous_ != device) {

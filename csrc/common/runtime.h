@@ -5,6 +5,8 @@ namespace domino {
 
 const char* cuda_error_name(int status);
 const char* cuda_error_text(int status);
+// Takes back the error that a call has left behind, so that the next op does not report it.
+void forget_cuda_error();
 
 // Makes `device` current for this thread and restores the previous one. Check status() first.
 class DeviceGuard {
