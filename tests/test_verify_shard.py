@@ -325,6 +325,26 @@ def test_nothing_left_of_the_residual(device):
     assert_same(in_shards(arguments, [0, 128, 300]), verify_chain(**arguments))
 
 
+def test_a_replacement_that_is_the_draft_ends_the_walk(device):
+    """p(x) is 1 less its rounding and the coin is 1: x is rejected, nothing else is left, and x
+    comes back as a draw from p."""
+    runs = 500
+    target = torch.full((runs, 3, 300), -INF, device=device)
+    target[:, 0, 200] = torch.linspace(-5, 5, runs, device=device)
+    target[:, 1:, 7] = 0.0
+    arguments = dict(
+        target_logits=target,
+        draft_tokens=torch.tensor([200, 9], device=device).expand(runs, 2),
+        rule="token",
+        temperature=torch.ones(runs, device=device),
+        seed=torch.full((runs,), 64919565, device=device),  # coin 0: the greatest 128 words
+        block_start=torch.zeros(runs, device=device).long(),
+    )
+    expected = verify_chain(**arguments)
+    assert (expected.status == VerifyStatus.ZERO_RESIDUAL).any()
+    assert_same(in_shards(arguments, [0, 128, 300]), expected)
+
+
 def test_bad_parameters(device, generator):
     arguments = to(make(5, 2, 300, generator), device)
     arguments["temperature"] = torch.tensor([NAN, -1.0, 0.0, 1.0, INF], device=device)
