@@ -147,15 +147,7 @@ struct ChainRequest {
   }
 
   // A request with temperature 0 has no filters.
-  DOMINO_HD FilterParams filters() const { return greedy() ? FilterParams{} : filters(p, b); }
-  static DOMINO_HD FilterParams filters(const VerifyChainParams& p, int64_t b) {
-    FilterParams out;
-    if (p.top_k != nullptr) out.top_k = p.top_k[b];
-    if (p.top_p != nullptr) out.top_p = p.top_p[b];
-    if (p.min_p != nullptr) out.min_p = p.min_p[b];
-    out.order = static_cast<FilterOrder>(p.filter_order);
-    return out;
-  }
+  DOMINO_HD FilterParams filters() const { return greedy() ? FilterParams{} : read_filters(p, b); }
 
   DOMINO_HD BlockNoise noise() const { return {p.seed[b], p.block_start[b]}; }
   // Of the token that row i is about, for rules whose output is a function of the position.

@@ -35,6 +35,17 @@ struct FilterParams {
   DOMINO_HD bool any(int64_t vocab) const { return by_rank(vocab) || by_mass() || by_weight(); }
 };
 
+// Those of request b, of VerifyChainParams or VerifyTreeParams.
+template <class Params>
+DOMINO_HD FilterParams read_filters(const Params& p, int64_t b) {
+  FilterParams out;
+  if (p.top_k != nullptr) out.top_k = p.top_k[b];
+  if (p.top_p != nullptr) out.top_p = p.top_p[b];
+  if (p.min_p != nullptr) out.min_p = p.min_p[b];
+  out.order = static_cast<FilterOrder>(p.filter_order);
+  return out;
+}
+
 // Floor of top_p * base, at least 1: a token stays if the mass before it is below this. top_p
 // counts in units of 2^-32. NaN and what is not positive keep the first token only.
 DOMINO_HD uint64_t nucleus_cut(uint64_t base, float top_p) {

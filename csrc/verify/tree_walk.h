@@ -165,13 +165,7 @@ struct TreeRequest {
 
   // A request with temperature 0 has no filters.
   DOMINO_HD FilterParams filters() const {
-    FilterParams out;
-    if (temperature == 0.0f) return out;
-    if (p.top_k != nullptr) out.top_k = p.top_k[b];
-    if (p.top_p != nullptr) out.top_p = p.top_p[b];
-    if (p.min_p != nullptr) out.min_p = p.min_p[b];
-    out.order = static_cast<FilterOrder>(p.filter_order);
-    return out;
+    return temperature == 0.0f ? FilterParams{} : read_filters(p, b);
   }
 
   DOMINO_HD BlockNoise noise() const { return {p.seed[b], p.block_start[b]}; }

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
       prefetch(static_cast<const bf16*>(p.target_logits) + b * p.target_batch_stride +
                i * p.target_row_stride + token);
   }
-  const FilterParams wanted = ChainRequest::filters(p, b);
+  const FilterParams wanted = read_filters(p, b);
   const ChainRequest r(p, b);
   if (i >= r.rows) return;
   const FilterParams filters = r.greedy() ? FilterParams{} : wanted;
