@@ -68,6 +68,7 @@ def test_filters(order, generator):
     filters = dict(top_k=6, top_p=0.7, min_p=0.05, filter_order=order)
     compare(cases((6, 1, 17), "token", True, generator, **filters))
     compare(cases((4, 1, 17), "match", False, generator, top_p=0.4, filter_order=order))
+    compare(cases((4, 1, 17), "match", False, generator, top_p=NAN, filter_order=order))
 
 
 def test_filters_with_ties(generator):

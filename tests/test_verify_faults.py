@@ -202,6 +202,27 @@ def test_nucleus_of_a_known_row(ties, device, generator):
     assert result.p_value > 1e-9, result
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(top_k=4), dict(min_p=0.1)], ids=str)
+def test_top_p_that_is_no_number_keeps_the_first_token(more, dtype, device):
+    """As one that is not positive, whatever other filters there are."""
+    runs = 64
+    filters = {"top_p": torch.full((runs,), NAN, device=device)}
+    for name, value in more.items():
+        filters[name] = torch.full((runs,), value, device=device)
+    filters = {k: v.int() if k == "top_k" else v for k, v in filters.items()}
+    result = verify_chain(
+        torch.tensor([0.0, 0.1, 0.2, 0.3, -1.0], dtype=dtype, device=device).expand(runs, 1, 5),
+        torch.zeros(runs, 0, dtype=torch.int64, device=device),
+        rule="token",
+        temperature=torch.ones(runs, device=device),
+        seed=torch.arange(runs, device=device),
+        block_start=torch.zeros(runs, dtype=torch.int64, device=device),
+        **filters,
+    )
+    assert (result.tokens == 3).all()
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_equal_laws_and_laws_without_common_tokens(rule, device):
     """p = q keeps everything; p and q apart reject everything, and the residual is p itself."""

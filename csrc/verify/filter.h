@@ -24,7 +24,7 @@ struct FilterParams {
   FilterOrder order = FilterOrder::kTransformers;
 
   DOMINO_HD bool by_rank(int64_t vocab) const { return top_k > 0 && top_k < vocab; }
-  DOMINO_HD bool by_mass() const { return top_p < 1.0f; }
+  DOMINO_HD bool by_mass() const { return !(top_p >= 1.0f); }  // NaN too: nucleus_cut
   DOMINO_HD bool by_weight() const { return min_p > 0.0f; }
   // Of the tokens that min-p keeps, as RowLaw::exponent.
   DOMINO_HD float lowest_exponent(const RowLaw& law) const {

@@ -103,6 +103,7 @@ def cut_kernel(
         if tl.load(faults + row) == 0:
             b = row // SLOTS
             k, p, m = tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b)
+            p = tl.where(p >= 1.0, p, tl.where(p > 0.0, p, 0.0))  # NaN keeps the first token only
             highest, scale, whole = tl.load(top + row), tl.load(scales + row), tl.load(mass + row)
             # top-k and min-p keep what is above `floor`: the greatest logit with k tokens above
             # or equal to it, found bit by bit in the order of floats
@@ -132,7 +133,7 @@ def cut_kernel(
                     inside = (z > by_rank) & (z >= by_weight)
                     ranked += tl.sum(tl.where(inside, _weight(z, highest, scale), 0.0), axis=0)
                 base = ranked
-            target = tl.where(p < 1.0, tl.maximum(p, 0.0) * base, INF)
+            target = tl.where(p < 1.0, p * base, INF)
             # the nucleus: the greatest floor with at least `target` above or at it
             low, high = tl.full((), 0x007FFFFF, tl.int64), tl.full((), 0xFF800000, tl.int64)
             if p < 1.0:
