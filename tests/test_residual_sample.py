@@ -80,6 +80,25 @@ def test_one_hot(device):
     assert ((share - law).abs() < 4 * (law * (1 - law) / n).sqrt() + 1e-12).all()
 
 
+def test_greedy_requests_get_the_argmax(device):
+    """Also where that is what they say was rejected; only their own row is looked at."""
+    rows = torch.full((4, 9), float("nan"), device=device)
+    rows[::2] = 0.0
+    rows[::2, 3] = 1.0
+    zeros = torch.zeros(2, device=device)
+    tokens, _, status = residual_sample(
+        rows[::2],
+        torch.tensor([3, 5], device=device),
+        zeros.int(),
+        temperature=zeros,
+        seed=zeros.long(),
+        block_start=zeros.long(),
+        out=(out := _empty_result(2, 1, torch.device(device))),
+    )
+    assert tokens.tolist() == [3, 3] and not status.any()
+    assert out.num_accepted.tolist() == [0, 0] and out.num_emitted.tolist() == [1, 1]
+
+
 def test_bad_arguments():
     ones = torch.ones(2)
     good = dict(temperature=ones, seed=ones.long(), block_start=ones.long())

@@ -115,11 +115,13 @@ DOMINO_HD float scalar_mass(float logprob) {
 //   argmax: of a greedy request's row
 //   q: of x; < 0 where the request has no q
 DOMINO_HD Slot slot_before_coin(const ChainRequest& r, int32_t argmax, int64_t x, float q) {
-  if (r.greedy()) return {x == argmax ? Outcome::kAccept : Outcome::kArgmax, 0, true, 1.0f};
+  const bool replaces = r.p.residual_slot != nullptr;
+  if (r.greedy())
+    return {x == argmax && !replaces ? Outcome::kAccept : Outcome::kArgmax, 0, true, 1.0f};
   if (r.rule == VerifyRule::kMatch || r.rule == VerifyRule::kGumbel)
     return {Outcome::kPosition, 0, true, 1.0f};
   if (x < 0) return {Outcome::kDraw, 0, true, 1.0f};
-  const bool one_hot = !(q > 0.0f), replaces = r.p.residual_slot != nullptr;
+  const bool one_hot = !(q > 0.0f);
   return {replaces ? Outcome::kResidual : Outcome::kUndecided, q == 0.0f ? kBadDraftLaw : 0u,
           one_hot, one_hot ? 1.0f : q};
 }
