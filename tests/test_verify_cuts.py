@@ -114,3 +114,44 @@ def test_cuts_of_real_vocabularies():
             arguments["logprobs"] = False
             kernel = verify_chain(**to(arguments, "cuda"))
             assert_same(kernel, verify_chain(**arguments))
+
+
+def test_weights_apart_among_values_near_zero():
+    """Temperatures at which the bins around 0 hold most of a row, or all of it."""
+    generator = torch.Generator().manual_seed(20261201)
+    for shape in [(60, 3, 40), (20, 7, 1000), (1, 3, 9000)]:
+        for order in FILTER_ORDERS:
+            arguments = arguments_of("near zero", *shape, "none", generator)
+            temperature = 10.0 ** -torch.randint(6, 13, (shape[0],), generator=generator)
+            arguments |= {"filter_order": order, "temperature": temperature}
+            kernel = verify_chain(**to(arguments, "cuda"))
+            assert_same(kernel, verify_chain(**arguments))
+
+
+def test_min_p_that_cuts_below_the_bins_around_zero():
+    """-2^-23 is kept, and the next bf16 below it is not: with 0 stay the values in between."""
+    runs, vocab = 256, 300
+    values = torch.tensor([0.0, -(2.0**-24), -(2.0**-23), -(2.0**-23) * (1 + 2.0**-7)])
+    row = values[torch.arange(vocab) % 4].bfloat16()
+    arguments = dict(
+        target_logits=row.expand(runs, 2, vocab),
+        draft_tokens=(torch.arange(runs)[:, None] % vocab),
+        rule="token",
+        temperature=torch.full((runs,), 2e-7),
+        seed=torch.arange(runs),
+        block_start=torch.zeros(runs, dtype=torch.int64),
+        min_p=torch.full((runs,), 0.5498),
+    )
+    expected = verify_chain(**arguments)
+    assert set((expected.tokens[:, 0] % 4).tolist()) == {0, 1, 2}
+    assert_same(verify_chain(**to(arguments, "cuda")), expected)
+
+
+def test_clusters_of_blocks_without_tokens():
+    """Rows shorter than a cluster has chunks for: most of its blocks are done at once."""
+    generator = torch.Generator().manual_seed(20261202)
+    for vocab in (1, 7, 1023, 1025, 5000):
+        for _ in range(50):
+            arguments = arguments_of("normal", 1, 3, vocab, "none", generator)
+            kernel = verify_chain(**to(arguments, "cuda"))
+            assert_same(kernel, verify_chain(**arguments))

@@ -29,6 +29,19 @@ struct RowCluster {
 #endif
   }
 
+  // For the first time that a block touches another's shared memory without a sync() before: all
+  // blocks run once wait() returns. Of what they have written it says nothing.
+  __device__ __forceinline__ void arrive() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+  }
+  __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+  }
+
   // Lane r of a warp gets block r's copy of a variable in shared memory, lanes behind the last
   // block T{}: one round trip instead of one a block.
   template <class T>

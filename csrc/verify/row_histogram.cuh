@@ -30,8 +30,8 @@ class RowHistogram {
     uint4* bins = reinterpret_cast<uint4*>(s_.count);
 #pragma unroll
     for (int n = threadIdx.x; n < kValueBins / 4; n += kCutThreads) bins[n] = {0, 0, 0, 0};
-    if (threadIdx.x < kMostCutBlocks) s_.top[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
+      s_.top[cluster_.rank] = 0;  // the others' are theirs to write, perhaps already
       s_.listed = s_.near_zero = s_.unclear = s_.bounded = 0;
       s_.near_mass = 0;
     }
@@ -85,7 +85,7 @@ class RowHistogram {
     }
   }
 
-  // All has been read. The row's greatest logit.
+  // All has been read, and all blocks run. The row's greatest logit.
   __device__ __forceinline__ float finish() {
     const int lane = threadIdx.x % kWarpSize;
     const float top = max_nan(low_half(most_, bf16{}), high_half(most_, bf16{}));
@@ -121,8 +121,10 @@ class RowHistogram {
         __reduce_max_sync(kFullMask, lane < cluster_.size ? s_.near_of[lane] : 0u);
     const bool too_great = law.top >= bin_logit(0) || law.top <= bin_logit(kValueBins - 1) ||
                            law.weight(bin_logit(kValueBins - 1)) > 0.0f;
+    // do those near 0 differ in what min-p does, or much in weight?
     const bool splits_near =
-        most_near != 0 && (law.exponent(0x1p-23f) >= lowest) != (law.exponent(-0x1p-23f) >= lowest);
+        most_near != 0 && (law.scale * 0x1p-23f > 1.0f || (law.exponent(0x1p-23f) >= lowest) !=
+                                                              (law.exponent(-0x1p-23f) >= lowest));
     const bool mine = !too_great && !splits_near && most_near <= kNearTokens &&
                       find_bin(law, filters, lowest, most_near != 0);
     if (!too_great && !splits_near && most_near <= kNearTokens) {
@@ -229,10 +231,12 @@ class RowHistogram {
     if (!massed || target > kept) {
       if (cluster_.rank == 0 && threadIdx.x == 0) {
         float logit = rank_logit;
-        if (filters.by_weight())
-          logit = fmaxf(logit, bin_logit(last_place(kValueBins, [&](int n) {
-                          return law.exponent(bin_logit(n)) >= lowest;
-                        })));
+        if (filters.by_weight()) {
+          const int last =
+              last_place(kValueBins, [&](int n) { return law.exponent(bin_logit(n)) >= lowest; });
+          // with 0 stay those near it
+          logit = fmaxf(logit, last == kZeroBin + 1 ? -0x1p-23f : bin_logit(last));
+        }
         s_.cut = {logit, -1, kept};
       }
       return cluster_.rank == 0;

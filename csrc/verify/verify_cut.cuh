@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   RowHistogram histogram(shared, cluster, source);
   histogram.clear();
   if (threadIdx.x == 0) kept.count = 0;
+  cluster.arrive();
   __syncthreads();
   if (warp == kReadWarps) {
     const SlotAhead ahead = slot_ahead(r, i, source);
@@ -279,6 +280,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   SlotVerdict* out = slot_verdicts(chunks) + index;
   RowStats stats{1, 0.0f, -1, 0, 0};
   bool mine = cluster.rank == 0;  // is it this block that judges?
+  cluster.wait();
   if (filtered) {
     stats.top = histogram.finish();
     stats.faults = row_faults(stats.top);
