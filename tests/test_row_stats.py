@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from domino_kernels import VerifyStatus, combine_row_stats, row_stats
+from domino_kernels import VerifyStatus, combine_row_stats, row_stats, verify_chain_workspace
 from domino_kernels.testing import to_numpy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -83,6 +83,20 @@ def test_temperature_that_is_none(device):
     out = row_stats(torch.zeros(5, 130, device=device), None, bad)
     assert out.status.tolist() == [32, 32, 32, 0, 0]
     assert out.lse[3] == out.lse[4] and out.lse[:3].isnan().all()
+
+
+def test_nothing_comes_of_a_row_without_a_temperature(device, generator):
+    """Not what the workspace holds of the call before either."""
+    rows, vocab = 3, 3000
+    logits = torch.randn(rows, vocab, generator=generator).to(device)
+    ones = torch.ones(rows, device=device)
+    workspace = verify_chain_workspace(rows, 0, vocab, device=device)
+    row_stats(logits, None, ones, top_logprobs=4, workspace=workspace)
+    bad = torch.tensor([NAN, -1.0, INF], device=device)
+    out = row_stats(logits - 50, None, bad, top_logprobs=4, workspace=workspace)
+    assert (out.top_ids == -1).all() and not out.top_logprob.any()
+    tops = out.partials.view(torch.float32)[:, 0]
+    assert tops.isnan().all() and not out.partials[:, 1:4].any()
 
 
 def test_likeliest_of_a_masked_row(device):

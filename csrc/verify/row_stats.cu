@@ -22,9 +22,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   const ChunkStats* from = chunks.row(row, 0);
   uint32_t lane_key;
   DigitSums sums;
-  const RowStats stats = combine_chunks(from, chunks.first + (from - chunks.chunks),
-                                        static_cast<int>(chunks.row_chunks), law_scale(temperature),
-                                        true, &lane_key, &sums);
+  RowStats stats = unread_row();
+  if (is_temperature(temperature))
+    stats = combine_chunks(from, chunks.first + (from - chunks.chunks),
+                           static_cast<int>(chunks.row_chunks), law_scale(temperature), true,
+                           &lane_key, &sums);
   if (threadIdx.x % kWarpSize != 0) return;
   RowPartial out{stats.top, static_cast<int32_t>(stats.argmax + p.vocab_start), sums, -INFINITY, 0};
   if (local >= 0 && local < p.vocab)

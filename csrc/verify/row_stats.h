@@ -79,13 +79,17 @@ DOMINO_HD RowStats join_partials(const RowPartial* partials, int64_t parts, int6
       chosen);
 }
 
+// Is there a law at this temperature? A row without one is not read.
+DOMINO_HD bool is_temperature(float value) { return value >= 0.0f && value <= FLT_MAX; }
+DOMINO_HD RowStats unread_row() { return {0, NAN, 0, kNonFinite, 0}; }
+
 // Joins the parts of row `row` and writes what the row's tensors are to hold.
 DOMINO_HD void write_row_stats(const RowStatsParams& p, int64_t row) {
   const float temperature = p.temperature != nullptr ? p.temperature[row] : 1.0f;
   const float scale = law_scale(temperature);
   float chosen;
   RowStats stats = join_partials(p.partials, p.parts, p.rows, row, scale, &chosen);
-  if (!(temperature >= 0.0f && temperature <= FLT_MAX)) stats.faults = kBadParameter;
+  if (!is_temperature(temperature)) stats.faults = kBadParameter;
   const bool usable = stats.faults == 0;
   const RowLaw law(usable ? stats.top : 0.0f, usable ? stats.sum : 1, scale);
   p.argmax[row] = usable ? stats.argmax : -1;

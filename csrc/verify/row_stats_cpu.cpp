@@ -122,9 +122,11 @@ int row_stats_cpu(const RowStatsParams& p) {
   if (p.vocab < 1 || p.vocab > kMaxVocab || p.parts != 1) return kBadArgument;
   for (int64_t row = 0; row < p.rows; ++row) {
     const LogitRow logits = LogitRow{p.logits, p.dtype}.plus(row * p.row_stride);
-    const float scale = law_scale(p.temperature != nullptr ? p.temperature[row] : 1.0f);
+    const float temperature = p.temperature != nullptr ? p.temperature[row] : 1.0f;
+    const float scale = law_scale(temperature);
     RowPartial out{};
-    const RowStats stats = row_stats_cpu(logits, p.vocab, scale, &out.sums);
+    RowStats stats = unread_row();
+    if (is_temperature(temperature)) stats = row_stats_cpu(logits, p.vocab, scale, &out.sums);
     out.top = stats.faults == kNonFinite ? NAN : stats.top;
     out.argmax = static_cast<int32_t>(stats.argmax + p.vocab_start);
     out.chosen = -INFINITY;
