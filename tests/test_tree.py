@@ -119,6 +119,23 @@ def test_build_tree_writes_all_and_nothing_else(device, generator):
         guard.check()
 
 
+def test_full_masks_stay_inside(device, generator):
+    """Whatever the prefix: columns that do not exist are not written."""
+    nodes, columns = 300, 320
+    arguments = candidates(4, 700, generator)
+    prefix = torch.tensor([-200, -1, 30, 2**40])
+    keywords = dict(num_nodes=nodes, mask="full", columns=columns)
+    expected = build_tree(*arguments[:3], scores=arguments[3], prefix=prefix, **keywords)
+    shapes = domino_kernels.ops.tree._tree_shapes(4, nodes, "full", columns)
+    guards = [Guarded(shape, dtype, device) for shape, dtype in shapes]
+    out = domino_kernels.Tree(*(guard.tensor for guard in guards))
+    root, tokens, parents, scores = (t.to(device) for t in arguments[:4])
+    build_tree(root, tokens, parents, scores=scores, prefix=prefix.to(device), **keywords, out=out)
+    for guard, a, b in zip(guards, out, expected):
+        guard.check(all_written=False)  # a mask may hold what it was filled with
+        assert torch.equal(a.cpu(), b)
+
+
 def test_build_tree_of_strided_candidates(device, generator):
     arguments = [t.to(device) for t in candidates(3, 20, generator)]
     root, tokens, parents, scores, prefix = arguments

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kBuildThreads)
   } else if (p.mask_kind != TreeMask::kNone) {
     // this block's columns; the first writes the prefix too and the last what is behind
     const int64_t shift = p.mask_kind == TreeMask::kFull ? start : 0;
-    const int64_t first = blockIdx.y == 0 ? 0 : shift + first_word * 32;
+    const int64_t first = blockIdx.y == 0 ? 0 : max(shift + first_word * 32, int64_t{0});
     const int64_t end =
         blockIdx.y == gridDim.y - 1 ? p.columns : shift + (first_word + kColumnWords) * 32;
     uint8_t* mask = static_cast<uint8_t*>(p.mask) + b * nodes * p.columns;
