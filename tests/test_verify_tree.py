@@ -420,6 +420,25 @@ def test_kernel_and_twin_agree_bitwise(rule, kind, generator):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_roots_alone_see_what_was_just_written(logprobs, generator):
+    """With one node the call's only launch reads the request's parameters first thing."""
+    arguments = to(make(64, 1, 300, generator, rule="target_only"), "cuda")
+    arguments |= dict(rule="match", logprobs=logprobs)
+    seeds = torch.arange(50, device="cuda")
+    tokens = []
+    for n in range(50):
+        arguments["seed"].copy_(seeds[n].expand(64))
+        arguments["block_start"].add_(1)
+        tokens.append(verify_tree(**arguments).tokens)
+    arguments["block_start"].sub_(50)
+    for n, found in enumerate(tokens):
+        arguments["seed"].fill_(n)
+        arguments["block_start"].add_(1)
+        assert torch.equal(found.cpu(), verify_tree(**to(arguments, "cpu")).tokens)
+
+
+@pytest.mark.gpu
 @forms
 def test_graph_replay_is_eager(rule, kind, graph_replay, generator):
     """Replays read what the tensors hold then; a workspace is clean again after each call."""

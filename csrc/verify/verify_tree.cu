@@ -27,7 +27,8 @@ int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only,
   });
 }
 
-// A launch of clusters that may start while the one in front runs.
+// A launch of clusters that may start while the one in front runs, unless it is the call's first:
+// what it reads early may be what other kernels have just written.
 template <class Kernel>
 int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, int threads,
                     int shared, const DeviceInfo& device, cudaStream_t stream) {
@@ -48,7 +49,7 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
   LaunchShape shape{dim3(static_cast<unsigned>(groups * size)), threads};
   shape.shared = shared;
   shape.cluster = size;
-  shape.overlap = device.major >= 9;
+  shape.overlap = device.major >= 9 && p.width > 1;
   launch_kernel(shape, stream, kernel, p);
   return launched();
 }
