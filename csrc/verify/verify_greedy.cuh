@@ -4,7 +4,8 @@
 // and the lowest id that has it as one word. The block of a request's last part walks: it waits for
 // the request's words, which say by themselves that they are there (they are never 0), and leaves
 // them at 0 for the next call. Blocks start in the order of their numbers, so it only waits for
-// blocks that run.
+// blocks that run. CUDA does not promise that order: where words do not come (kMostPolls), the
+// launch fails (cudaErrorLaunchFailure) instead of hanging.
 //
 // Bytes: every row once. Bound by HBM; at small batches by what comes before the first load and
 // behind the last: a trip to the L2 and back, some hundred instructions.
@@ -31,13 +32,18 @@ __device__ __forceinline__ void prefetch(const void* pointer) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
 
-// The greatest of this lane's words of a row, each waited for and then cleared. A warp calls it.
-__device__ __forceinline__ unsigned long long collect_words(unsigned long long* words, int count) {
+constexpr int kMostPolls = 1 << 24;  // of a word: ten seconds and more
+
+// The greatest of this lane's words of a row, each waited for and then cleared; where one does not
+// come, *stop is -1 (shared). A warp calls it.
+__device__ __forceinline__ unsigned long long collect_words(unsigned long long* words, int count,
+                                                            int* stop) {
   constexpr int kAtOnce = 8;
   unsigned long long most = 0;
   for (int base = threadIdx.x % kWarpSize; base < count; base += kAtOnce * kWarpSize) {
     unsigned long long found[kAtOnce] = {};
     bool missing;
+    int polls = 0;
     do {
       missing = false;
 #pragma unroll
@@ -46,7 +52,8 @@ __device__ __forceinline__ unsigned long long collect_words(unsigned long long* 
           found[n] = load_word(words + base + n * kWarpSize);
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) missing |= base + n * kWarpSize < count && found[n] == 0;
-    } while (missing);
+    } while (missing && ++polls < kMostPolls);
+    if (missing) atomicMin(stop, -1);
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       if (base + n * kWarpSize < count) words[base + n * kWarpSize] = 0;
@@ -154,7 +161,7 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
   __syncthreads();
   for (int row = warp; row < r.rows; row += kGreedyWarps) {
     if (row != warp) x = row < r.rows - 1 ? r.draft_token(row) : -1;
-    const unsigned long long most = collect_words(words + row * row_words, row_words);
+    const unsigned long long most = collect_words(words + row * row_words, row_words, &shared_stop);
     const uint32_t row_key = static_cast<uint32_t>(most >> 32);
     const uint32_t row_top = __reduce_max_sync(kFullMask, row_key);
     const uint32_t row_id =
@@ -168,6 +175,7 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
     }
   }
   __syncthreads();
+  if (shared_stop < 0) __trap();  // here it leaves the code of the rows as it was
   const int stop = shared_stop / 8;
   const uint32_t faults = shared_stop & 3;
   for (int row = warp; row < r.rows; row += kGreedyWarps)
