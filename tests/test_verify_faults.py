@@ -202,6 +202,30 @@ def test_nucleus_of_a_known_row(ties, device, generator):
     assert result.p_value > 1e-9, result
 
 
+# the last token, and a top_p that by a hair does not keep it: less than the rounding of the masses
+EDGES = [
+    ([1.28356588, -2.46305704, 1.65962267], 1, 0.990485489),
+    ([-3.28742266, -0.633522809, 1.96373653, 1.81776547], 0, 0.997303665),
+    ([0.279879659, -1.89653957, 5.74004602, 3.73393607], 1, 0.999576509),
+]
+
+
+@pytest.mark.parametrize("row, x, top_p", EDGES)
+def test_a_draft_at_the_edge_of_the_nucleus(row, x, top_p, device):
+    """Not kept by its cut, so not accepted, though its p is above 1 - top_p as fp32 has it."""
+    logits = torch.tensor(row, device=device)
+    result = sampled(
+        logits.expand(2, -1),
+        [x],
+        "token",
+        device,
+        runs=50,
+        top_p=torch.full((50,), top_p, device=device),
+        draft_logprob=(logits.log_softmax(-1)[x] - 2).expand(50, 1).contiguous(),
+    )
+    assert (result.status == VerifyStatus.NEEDS_RESIDUAL).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("more", [{}, dict(top_k=4), dict(min_p=0.1)], ids=str)
 def test_top_p_that_is_no_number_keeps_the_first_token(more, dtype, device):

@@ -44,6 +44,7 @@ struct Slot {
 };
 
 constexpr float kFilterMargin = 0x1p-18f;  // more than rounding can move a mass or a probability
+constexpr float kMassMargin = 0x1p-20f;    // the same, of the mass of a row: top_p's share of it
 
 // What holds of a row's filter before its cut is known.
 struct FilterBounds {
@@ -69,7 +70,7 @@ struct FilterBounds {
     }
     if (f.by_weight()) lowest_exponent = f.lowest_exponent(law);
     kept_mass = mul_rn(kept_mass, 1.0f - kFilterMargin);
-    surely_kept = mul_rn(surely_kept, 1.0f + kFilterMargin);
+    surely_kept = fma_rn(surely_kept, 1.0f + kFilterMargin, kMassMargin);
   }
 };
 
