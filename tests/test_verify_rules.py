@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from chain_cases import assert_reference, make, reference, to
+from chain_cases import assert_reference, assert_same, make, reference, to
 
 from domino_kernels import VerifyStatus, noise, rng, verify_chain
 from domino_kernels.ops.verify import VerifyRule
@@ -340,3 +340,27 @@ def test_kernel_and_twin_agree_bitwise(rule, form):
             kernel = verify_chain(**to(arguments, "cuda"), top_logprobs=3)
             for name, a, b in zip(twin._fields, twin, kernel):
                 assert torch.equal(a, b.cpu()), f"{name} at {shape}, {order}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_cuts_do_not_depend_on_the_call_before(order, generator):
+    """Fewer tokens above the other filters' bounds than top_k asks for: the list ends there, and
+    behind it lies what an earlier row has left in shared memory, of far greater logits."""
+    batch, vocab = 264, 60_000
+    logits = torch.randn(batch, 1, vocab, generator=generator) * 4
+    draw = dict(
+        draft_tokens=torch.zeros(batch, 0, dtype=torch.int64),
+        rule="token",
+        temperature=torch.ones(batch),
+        seed=torch.arange(batch),
+        block_start=torch.zeros(batch, dtype=torch.int64),
+        top_k=torch.full((batch,), 50, dtype=torch.int32),
+        filter_order=order,
+    )
+    strict = draw | dict(min_p=torch.full((batch,), 0.2))
+    if order == "joint":
+        strict = draw | dict(top_p=torch.full((batch,), 0.5))
+    expected = verify_chain(logits - 50, **strict)
+    verify_chain((logits + 50).cuda(), **to(draw, "cuda"))
+    assert_same(verify_chain((logits - 50).cuda(), **to(strict, "cuda")), expected)

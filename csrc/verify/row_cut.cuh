@@ -336,8 +336,8 @@ class CutFinder {
                                                   uint32_t weight_key, bool from_rank,
                                                   bool from_weight) {
     const CutShared& s = cut_shared();
-    int by_rank = count;
-    if (ranked)
+    int by_rank = count;  // where min-p, or a share of the whole row, leaves fewer than top_k
+    if (ranked && filters_.top_k <= count)
       by_rank =
           count_below(s.sorted, count,
                       places.last_of_key(places.greatest_key(s.sorted[filters_.top_k - 1])) + 1);
