@@ -90,6 +90,17 @@ def test_ragged_and_strided(generator):
     assert result.num_emitted[2] == 0
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-40, 1e-45, 3e38])
+def test_extreme_temperatures(temperature, generator):
+    """1 / temperature leaves float32: the law is that of the CUDA kernels all the same."""
+    arguments = cases((8, 3, 37), "token", True, generator, temperature=temperature)
+    arguments["draft_temperature"] = None
+    result = verify_chain.verify_chain(**to(arguments, DEVICE))
+    expected = domino_kernels.verify_chain(**to(arguments, DEVICE))
+    assert torch.equal(result.tokens, expected.tokens)
+    assert torch.equal(result.status, expected.status)
+
+
 def test_bad_input(generator):
     """NaN and empty rows, ids that do not exist, a draft law that is none: status, no guess."""
     for rule in ("token", "block"):

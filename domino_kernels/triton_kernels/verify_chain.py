@@ -45,7 +45,9 @@ class RowStats(NamedTuple):
 
 
 def _scales(temperature):
-    return math.log2(math.e) / torch.where(temperature == 0, 1.0, temperature)
+    """Finite and positive for any temperature, as `law_scale` (csrc/verify/row_law.h)."""
+    scales = math.log2(math.e) / torch.where(temperature == 0, 1.0, temperature)
+    return scales.nan_to_num(nan=0.0).clamp(min=1e-30)
 
 
 def _measure(logits, offsets, scales):
