@@ -183,7 +183,8 @@ class RowCache:
 
         Only rows that change place are copied, up to `reach` positions (None: all). The rest is
         empty afterwards, and zero where `update` reads it: a masked value still meets its weight 0,
-        so a NaN in it would reach the next text of its place.
+        so a NaN in it would reach the next text of its place. Rows made by `allocate` move one
+        after the other, without memory of their own: none may be read once its place is written.
         """
         kept = len(rows)
         moved = [(to, row) for to, row in enumerate(rows) if to != row]
@@ -192,8 +193,8 @@ class RowCache:
             self.all_lengths[to] = self.all_lengths[source]
         for stack in self._stacks:
             held = stack[:, :, :, :, :reach]
-            if moved:
-                held[:, :, to] = held[:, :, source]
+            for place, row in moved:  # each by itself: indexing would hold a copy of all of them
+                held[:, :, place].copy_(held[:, :, row])
         if not self._stacks:
             for pair in self._buffers.values():
                 for x in pair:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from domino_draft import RowCache, Target
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .conftest import FAMILIES, tiny_model
 
@@ -71,6 +72,30 @@ def test_ragged_cached_forwards_equal_whole_ones(target):
     for b, row in enumerate(rows):
         want, _ = whole(target, row + block[b].tolist())
         torch.testing.assert_close(logits[b], want[-2:], rtol=1e-3, atol=5e-4)
+
+
+def test_rows_change_places_without_memory_of_their_own():
+    """The caches of a long row are gigabytes, and the GPU may be full when another one leaves."""
+    cache = RowCache(4, 64, "cpu")
+    (stack,) = cache.allocate(3, 2, 8, torch.float32)
+    stack.normal_()
+    before = stack.clone()
+
+    class Made(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if t.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr():
+                    self.most = max(self.most, t.untyped_storage().nbytes())
+            return out
+
+    with Made() as made:
+        cache.select([0, 3, 2], 40)
+    assert 0 < made.most <= 64
+    before[:, :, 1, :, :40] = before[:, :, 3, :, :40]
+    assert torch.equal(stack, before)
 
 
 @torch.no_grad()
