@@ -417,18 +417,19 @@ class Cycle:
         one does, and a text on which drafting does not pay should not pay for it."""
         if not self._late_count:
             return
-        rows, self._late_count = self._late_rows, 0
+        rows = self._late_rows
         if self.device.type != "cuda" or rows not in self._late_graphs:
-            self._late_graphs[rows] = None
             self._catch_up(rows)
-            return
-        if self._late_graphs[rows] is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._catch_up(rows)
-            self._pool = self._pool or graph.pool()
-            self._late_graphs[rows] = graph
-        self._late_graphs[rows].replay()
+            self._late_graphs[rows] = None
+        else:
+            if self._late_graphs[rows] is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool):
+                    self._catch_up(rows)
+                self._pool = self._pool or graph.pool()
+                self._late_graphs[rows] = graph
+            self._late_graphs[rows].replay()
+        self._late_count = 0  # not before: where memory was missing, it is done again
 
     def _warm_late(self, rows: int) -> None:
         """Capture `catch_up` of so many rows: its first run loads kernels, its second captures."""
@@ -459,8 +460,8 @@ class Cycle:
             self._graphs[key] = self._capture(*key)
         graph, line = self._graphs[key]
         with _nvtx(self.device, f"domino cycle B={size} K={choice.drafts}"):
-            graph.replay()
             host = self._host(line)
+            graph.replay()
             host.copy_(line, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -523,10 +524,12 @@ class Cycle:
         current = torch.cuda.current_stream(self.device)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self.run(rows, choice, greedy)  # kernels load, and libraries make their plans
+        try:
+            with torch.cuda.stream(stream):
+                self.run(rows, choice, greedy)  # kernels load, and libraries make their plans
+        finally:  # of a run that found no memory, too: what it has queued still writes the caches
+            current.wait_stream(stream)
             restore()
-        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             line = self.run(rows, choice, greedy)

@@ -266,7 +266,9 @@ class Engine:
             )
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"add: seed: got {seed}, expected 64 bits with a sign")
-        stops = self.target.stop_token_ids if stop_token_ids is None else stop_token_ids
+        if stop_token_ids is None:
+            stop_token_ids = self.target.stop_token_ids
+        stops = checks.integers("add: stop_token_ids", stop_token_ids)
         request = _Request(
             self._added, ids, max_new_tokens, temperature, int(seed), frozenset(stops)
         )
@@ -516,15 +518,16 @@ class Engine:
             last = iter([b for b in alive if b >= count])
             staying = set(alive)
             rows = [b if b in staying else next(last) for b in range(count)]
-            self._running = [self._running[b] for b in rows]
+            running = [self._running[b] for b in rows]
             if self._fused is not None:
                 ahead = len(self._queued) * (self.num_drafts + 1) + self._block
-                longest = max((len(r.tokens) for r in self._running), default=0)
+                longest = max((len(r.tokens) for r in running), default=0)
                 self._fused.select(rows, longest + ahead)
             else:
                 self.cache.select(rows)
                 if self.session:
                     self.session.select(rows)
+            self._running = running  # not before the device has moved them: that may raise
         self.cache.focus(0, count)
         self.greedy = not any(r.temperature for r in self._running)
         if self._fused is None:

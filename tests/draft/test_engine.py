@@ -332,6 +332,7 @@ def test_what_cannot_work_is_refused_and_the_others_go_on(target):
     refused(ValueError, "add: max_new_tokens: got 0", new=0)
     refused(ValueError, "add: temperature: got nan", temperature=float("nan"))
     refused(ValueError, "add: seed: got 9223372036854775808", seed=1 << 63)
+    refused(TypeError, "add: stop_token_ids: got 5, expected a list", stop_token_ids=5)
     engine.add([3], 11)
     texts, finish = {}, {}
     collect(engine, texts, finish)
@@ -446,6 +447,109 @@ def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at
         assert texts[number] == own_text(target.model, *request)
 
 
+def test_rows_that_could_not_move_stay_theirs(target, tiny_config, monkeypatch):
+    """The device has no memory for what a request's end asks of it: the others go on."""
+    engine = Engine(
+        target, make_drafter("domino", tiny_config), max_batch=3, max_length=LENGTH, fused=True
+    )
+    requests = [([5, 17, 3], 4), ([40, 2, 8], 20), ([1], 20)]
+    for request in requests:
+        engine.add(*request)
+    select, calls = engine._fused.select, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("this GPU is full")
+        select(*args)
+
+    monkeypatch.setattr(engine._fused, "select", failing)
+    texts = {1: [], 2: []}
+    while engine.num_running or engine.num_waiting:
+        asked = len(calls)
+        try:
+            chunks = engine.step()
+        except torch.OutOfMemoryError:
+            assert asked == 0 and len(calls) == 1
+            # of what this step has read nothing comes out
+            for number in texts:
+                tokens = engine._running[number].tokens
+                texts[number] = tokens[len(requests[number][0]) :]
+            continue
+        for chunk in chunks:
+            if chunk.request in texts:
+                texts[chunk.request] += chunk.tokens
+    assert len(calls) > 1
+    for number, text in texts.items():
+        assert text == own_text(target.model, *requests[number])
+
+
+def test_catching_up_is_done_again_where_it_failed(target, tiny_config, monkeypatch):
+    """Cycles without drafts, and no memory for the drafter's context of them at first."""
+    drafter, prompt, new = make_drafter("domino", tiny_config), [5, 17, 3], 50
+    turns = iter([Choice.whole(0)] * 40 + [Choice.whole(3)] * 40)
+    monkeypatch.setattr("domino_draft.policy.DraftLength.choose", lambda *_: next(turns))
+    engine = Engine(target, drafter, max_batch=1, max_length=LENGTH, num_drafts="auto", fused=True)
+    cycle, failures = engine._fused, [3]
+    inner = cycle._catch_up
+
+    def failing(rows):
+        if failures[0]:
+            failures[0] -= 1
+            raise torch.OutOfMemoryError("this GPU is full")
+        inner(rows)
+
+    monkeypatch.setattr(cycle, "_catch_up", failing)
+    engine.add(prompt, new)
+    text, errors = [], 0
+    while engine.num_running or engine.num_waiting:
+        try:
+            text += [t for chunk in engine.step() for t in chunk.tokens]
+        except torch.OutOfMemoryError:
+            errors += 1
+    assert errors == 3 and text == own_text(target.model, prompt, new)
+    whole = prompt + text[:-1]
+    again = Engine(target, drafter, max_batch=1, max_length=LENGTH, fused=True)
+    again.add(whole, 1)
+    list(again)
+    for held, wanted in zip(cycle.draft_kv, again._fused.draft_kv):  # no gap
+        torch.testing.assert_close(
+            held[:, :, 0, :, : len(whole)], wanted[:, :, 0, :, : len(whole)], rtol=1e-3, atol=1e-3
+        )
+
+
+@pytest.mark.gpu
+def test_a_first_run_that_fails_is_taken_back_on_cuda(tiny_config, monkeypatch):
+    """A new size's first run ends in an error behind its last launch: rows stand where they did."""
+    target = Target(tiny_model("Qwen3").cuda())
+    engine = Engine(
+        target, make_drafter("domino", tiny_config, "cuda"), max_batch=2, max_length=LENGTH
+    )
+    requests = [([5, 17, 3], 12), ([40, 2, 8, 33, 21], 12), ([1], 12)]
+    for request in requests:
+        engine.add(*request)
+    run, failed = engine._fused.run, set()
+
+    def failing(*key):
+        line = run(*key)
+        if key not in failed:
+            failed.add(key)
+            raise RuntimeError("once")
+        return line
+
+    monkeypatch.setattr(engine._fused, "run", failing)
+    texts, finish = {}, {}
+    while len(finish) < 3:
+        try:
+            chunks = engine.step()
+        except RuntimeError:
+            continue
+        collect(chunks, texts, finish)
+    assert failed
+    for number, request in enumerate(requests):
+        assert texts[number] == own_text(target.model, *request)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3-sliding"])
 @pytest.mark.parametrize("kind", ["none", "domino", "sliding"])
 def test_long_prompts_in_pieces_through_fused_layers(tiny_config, family, kind):
@@ -521,6 +625,13 @@ def test_requests_may_be_added_and_cancelled_while_iterating(target):
             engine.cancel(0)
     assert finish == {1: "length"} and len(texts[0]) == 4
     assert texts[1] == own_text(target.model, [1], 6)
+
+
+def test_stop_tokens_may_come_in_a_tensor(target):
+    text = own_text(target.model, [5, 17], 12)
+    engine = Engine(target, max_batch=1, max_length=LENGTH)
+    engine.add([5, 17], 12, stop_token_ids=torch.tensor([text[3]]))
+    assert [t for chunk in engine for t in chunk.tokens] == text[: text.index(text[3]) + 1]
 
 
 def test_padded_batch_sizes():
