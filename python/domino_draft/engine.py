@@ -495,19 +495,18 @@ class Engine:
     def _chunk(request: _Request, line: list[int], cycle: bool) -> Chunk:
         """A row's new tokens, cut at a stop token and at the request's limit."""
         accepted = line[0] + 1 if cycle else None
-        new = line[2 : 3 + line[0]]
+        left = request.max_new_tokens - request.emitted
+        new = line[2 : 3 + line[0]][:left]
+        finish = "length" if len(new) == left else None
+        stop = next((i for i, token in enumerate(new) if token in request.stops), None)
+        if stop is not None:
+            new, finish = new[: stop + 1], "stop"
         if new[-1] < 0:
             error = ValueError(
                 f"step: target logits of request {request.id}: got NaN or no finite value "
                 f"(verify_chain status {line[1]}), expected a law to choose from"
             )
             return Chunk(request.id, [], "error", accepted, error)
-        left = request.max_new_tokens - request.emitted
-        new = new[:left]
-        finish = "length" if len(new) == left else None
-        stop = next((i for i, token in enumerate(new) if token in request.stops), None)
-        if stop is not None:
-            new, finish = new[: stop + 1], "stop"
         request.emitted += len(new)
         return Chunk(request.id, new, finish, accepted)
 

@@ -390,6 +390,22 @@ def test_unusable_logits_end_their_own_request(tiny_config, kind, place, fused):
     assert [texts[number] for number in sorted(texts)] == wanted
 
 
+@pytest.mark.parametrize(
+    "line, tokens, finish",
+    [
+        ([2, 1, 9, 7, -1], [9, 7], "stop"),
+        ([4, 1, 1, 2, 3, 4, -1], [1, 2, 3, 4], "length"),
+        ([2, 1, 9, 8, -1], [], "error"),
+    ],
+)
+def test_unusable_logits_behind_the_end_are_nobodys(target, line, tokens, finish):
+    """A cycle goes on behind a stop token or the limit, and meets a NaN there."""
+    engine = Engine(target, max_batch=1, max_length=LENGTH)
+    engine.add([5], 4, stop_token_ids=[7])
+    chunk = engine._chunk(engine._waiting[0], line, True)
+    assert (chunk.tokens, chunk.finish) == (tokens, finish)
+
+
 def test_a_prompt_without_memory_fails_alone(target, monkeypatch):
     forward = target.forward
 
