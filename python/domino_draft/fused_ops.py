@@ -120,13 +120,15 @@ def linear(
         out = x.new_empty(rows, n)
     from domino_kernels.triton_kernels.decoder import linear_kernel, stream_kernel
 
+    # The kernel multiplies by the norm's weight before it divides by the norm: fp16 may overflow.
+    if norm is not None and (plan.stream or x.dtype == torch.float16):
+        x, norm = rms_norm(x, *norm), None
     block_m = max(16, min(_pow2(rows), 64))
     grid = (-(-n // plan.block_n), plan.splits, -(-rows // block_m))
     overlap = _overlap(x.device)
     if plan.stream:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        x = rms_norm(x, *norm) if norm else x
         stream_kernel[grid](
             TensorDescriptor.from_tensor(x, [block_m, plan.block_k]),
             TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),

@@ -60,6 +60,18 @@ def check_linear(device, dtype, tolerance):
             assert not workspace.counters.any()
 
 
+def check_large_rows(device):
+    """fp16: a channel times its weight in the norm is more than it holds; normed it is not."""
+    torch.manual_seed(3)
+    x = torch.randn(3, 64, device=device, dtype=torch.float16)
+    x[:, 5] = 3e4
+    norm = torch.full((64,), 4.0, device=device, dtype=torch.float16)
+    weight = torch.randn(48, 64, device=device, dtype=torch.float16) / 8
+    got = ops.linear(x, weight, ops.Workspace(device), norm=(norm, 1e-5))
+    wide = norm.cpu().double(), 1e-5
+    close(got.cpu(), twin(ops.linear, x, weight, None, norm=wide), 4e-3)
+
+
 def check_rows(device, dtype, tolerance):
     torch.manual_seed(2)
     for rows, k in [(1, 32), (7, 100)]:
@@ -336,6 +348,7 @@ def check_all(device, dtype, tolerance):
 if __name__ == "__main__":
     ops._interpret = True
     check_all("cpu", torch.float32, 4e-6)
+    check_large_rows("cpu")
     check_ends("cpu")
     print("interpreted")
 
@@ -366,4 +379,5 @@ def test_interpreted():
 )
 def test_cuda(dtype, tolerance):
     check_all("cuda", dtype, tolerance)
+    check_large_rows("cuda")
     check_ends("cuda")
