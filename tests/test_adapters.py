@@ -191,6 +191,38 @@ def test_flashinfer_with_pads_and_rows_of_zeros(device):
     assert accepted.item() == 3 and emitted.item() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_probabilities_of_any_dtype_mean_what_they_say(dtype, device):
+    """As in float32: a log rounded to the dtype moves p by a percent and more."""
+    runs, slots = 20_000, DRAFTS + 1
+    p, q = (
+        torch.tensor(random_laws(seed, rows, zeros=False), device=device).to(dtype)
+        for seed, rows in ((13, slots), (14, DRAFTS))
+    )
+    ids = torch.tensor([1, 3], device=device).expand(runs, -1)
+    candidates = torch.tensor([0, 1, 3], device=device).expand(runs, -1)
+    rows = torch.arange(runs * slots, device=device).view(runs, slots)
+    child = torch.tensor([[1, 2, -1]], device=device).expand(runs, -1)
+    uniform = torch.rand(
+        runs, slots, generator=torch.Generator(device).manual_seed(3), device=device
+    )
+
+    def outputs(convert):
+        wide_p, wide_q = (convert(a).expand(runs, *a.shape) for a in (p, q))
+        yield from flashinfer.chain_speculative_sampling(wide_q, ids, wide_p, seed=1)
+        for function in (
+            sglang.chain_speculative_sampling,
+            sglang.tree_speculative_sampling_target_only,
+        ):
+            written = sglang_buffers(runs, slots, device)
+            links = child, torch.full_like(child, -1)
+            function(*written, candidates, rows, *links, uniform, uniform[:, 0], wide_p, wide_q)
+            yield from written
+
+    for own, single in zip(outputs(lambda a: a), outputs(torch.Tensor.float)):
+        assert torch.equal(own, single)
+
+
 # --- SGLang ---------------------------------------------------------------------------------------
 
 

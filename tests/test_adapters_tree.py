@@ -134,6 +134,30 @@ def test_greedy_writes_what_the_contract_says(device):
         assert nodes == 1 or max(told[2]) > 1
 
 
+def test_a_path_is_cut_at_the_width_of_accept_index(device):
+    """What accept_token_num counts stands in accept_index, and the last token behind it."""
+    tokens = torch.tensor([[0, 1, 2, 3]], device=device)
+    rows = torch.arange(4, device=device)[None]
+    child, sibling = torch.tensor([[1, 2, 3, -1], [-1] * 4], device=device)[:, None]
+    p = torch.eye(VOCAB, device=device)[None, 1:]  # node n says n + 1: all drafts are kept
+    uniform = torch.rand(1, 4, device=device)
+    tree = tokens, rows, child, sibling
+    for width in (1, 2, 4, 6):
+        for last in ((p.argmax(-1),), (uniform, uniform[:, 0], p, None)):
+            function = (
+                sglang.verify_tree_greedy
+                if len(last) == 1
+                else sglang.tree_speculative_sampling_target_only
+            )
+            predicts, accept_index, count = buffers(1, 4, device)
+            accept_index = torch.full((1, width), -9, dtype=torch.int32, device=device)
+            function(predicts, accept_index, count, *tree, *last)
+            kept = min(width, 4)
+            assert count.tolist() == [kept - 1]
+            assert accept_index[0].tolist() == [*range(kept), *[-9] * (width - kept)]
+            assert predicts.tolist() == [*range(1, kept + 1), *[-7] * (4 - kept)]
+
+
 def test_target_only_writes_what_the_contract_says(device):
     """Rows with all mass on one token: coins cannot matter."""
     generator = np.random.default_rng(2)

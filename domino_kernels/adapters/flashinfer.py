@@ -20,7 +20,8 @@ def chain_speculative_sampling(
     """Keeps drafts with min(1, p / q), replaces the first rejected one from relu(p - q).
 
     Args:
-        draft_probs: [B, K, V], the laws the drafts were sampled from; rows sum to 1.
+        draft_probs: [B, K, V], the laws the drafts were sampled from; rows sum to 1. Any float
+            dtype.
         draft_token_ids: [B, K] integers; -1 or an id outside the vocabulary ends the chain.
         target_probs: [B, K + 1, V], after all filters.
         maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: [B] integers, added
@@ -46,13 +47,13 @@ def chain_speculative_sampling(
     ids = draft_token_ids.long()
     ones = torch.ones(batch, device=device)
     result = verify_chain(
-        target_probs.log(),
+        target_probs.float().log(),  # a log in half precision moves p by percents
         ids,
         rule="token",
         temperature=ones,
         seed=seeds,
         block_start=start,
-        draft_logits=draft_probs.log(),
+        draft_logits=draft_probs.float().log(),
     )
     inside = (ids >= 0) & (ids < vocab)
     at = ids.where(inside, torch.zeros_like(ids))[..., None]

@@ -44,13 +44,13 @@ def chain_speculative_sampling(
     batch, slots = candidates.shape
     seeds = seeds_of_uniforms(uniform_samples_for_final_sampling, uniform_samples)
     result = verify_chain(
-        target_probs.log(),
+        target_probs.float().log(),
         candidates[:, 1:].long(),
         rule="token",
         temperature=torch.ones(batch, device=candidates.device),
         seed=seeds,
         block_start=torch.zeros_like(seeds),
-        draft_logits=draft_probs[:, : slots - 1].log(),
+        draft_logits=draft_probs[:, : slots - 1].float().log(),
     )
     outputs = predicts, accept_index, accept_token_num
     _write(outputs, retrive_index.long(), result.tokens, result.num_accepted, result.num_emitted)
@@ -100,7 +100,8 @@ def tree_speculative_sampling_target_only(
 
     Args:
         predicts: [B * N] integers; predicts[row] becomes the token emitted after that flat row.
-        accept_index: [B, D] integers; becomes the flat rows of the kept path, root first.
+        accept_index: [B, D] integers; becomes the flat rows of the kept path, root first: at most
+            D - 1 drafts of a path are kept, whatever the tree's depth.
         accept_token_num: [B] integers; becomes the number of kept drafts.
         candidates: [B, N] tokens, node 0 the last verified one; siblings are distinct, and parents
             stand before their children.
@@ -119,7 +120,7 @@ def tree_speculative_sampling_target_only(
     _check_thresholds("tree_speculative_sampling_target_only", threshold_single, threshold_acc)
     seeds = seeds_of_uniforms(uniform_samples_for_final_sampling, uniform_samples)
     result = verify_tree(
-        target_probs.log(),
+        target_probs.float().log(),
         candidates.long(),
         tree_parents(retrive_next_token, retrive_next_sibling),
         rule="target_only",
@@ -175,6 +176,9 @@ def _check_thresholds(op, single, accumulated):
 def _write(outputs, rows, tokens, num_accepted, num_emitted):
     """rows, tokens [B, n]: flat row and emitted token of each node of the path."""
     predicts, accept_index, accept_token_num = outputs
+    # a path longer than accept_index is cut: the draft behind the cut is a token of the law
+    most = accept_index.size(1)
+    num_accepted, num_emitted = num_accepted.clamp(max=most - 1), num_emitted.clamp(max=most)
     slot = torch.arange(rows.size(1), device=rows.device)
     # of what is not emitted, the row of the root is written with the root's token again
     emitted = slot < num_emitted[:, None]
