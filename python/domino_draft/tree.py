@@ -36,8 +36,8 @@ class TreeOptions:
         and all of them are verified, as those rules need it.
     nodes: N of a best-first tree, the root included.
     depth: levels; None: as many as the drafter drafts tokens.
-    width: paths that are expanded a level (the most probable ones), children: of each path. A drawn
-        tree has 1 + children * (1 + width * (depth - 1)) nodes.
+    width: paths that are expanded a level (the most probable ones; all where there are fewer),
+        children: of each path. A drawn tree has 1 + children * sum(widths(depth)) nodes.
     pool: children come from so many tokens, the block's greatest base logits; None: from the whole
         vocabulary (best-first only).
     lookup: so many tokens more, continued from where the last ones stood before in the text, as a
@@ -79,9 +79,11 @@ class TreeOptions:
         return self.rule in DRAWN
 
     def widths(self, depth: int) -> tuple[int, ...]:
-        """Paths expanded level by level."""
-        return (1, *(min(self.width, self.children) if d == 1 else self.width
-                     for d in range(1, depth)))  # fmt: skip
+        """Paths expanded level by level: `width`, or as many as there are."""
+        widths = [1]
+        for _ in range(1, depth):
+            widths.append(min(self.width, widths[-1] * self.children))
+        return tuple(widths)
 
     def settled(self, drafter, temperatures: Sequence[float]) -> TreeOptions:
         """With rule and depth decided.

@@ -1,5 +1,7 @@
 """generate(tree=...): the target's own text at temperature 0, its law otherwise, for every rule."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, TreeOptions, generate
@@ -249,6 +251,17 @@ def test_options(name):
     keywords, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         TreeOptions(**keywords)
+
+
+@pytest.mark.parametrize("width, children", [(4, 1), (8, 2), (3, 4)])
+def test_levels_have_no_more_paths_than_children_before(width, children, pair):
+    options = TreeOptions(nodes=30, width=width, children=children, pool=20)
+    widths = options.widths(4)
+    assert widths[0] == 1
+    assert all(b == min(width, a * children) for a, b in pairwise(widths))
+    keywords = dict(max_new_tokens=8, stop_token_ids=())
+    expected = generate(pair[0], None, PROMPTS, **keywords).sequences
+    assert generate(*pair, PROMPTS, tree=options, **keywords).sequences == expected
 
 
 def test_errors(pair):
