@@ -43,6 +43,7 @@ def assert_error_rule(actual, reference, baseline, *, factor=2.0, name="out"):
     assert actual.dtype == baseline.dtype, f"{name}: {actual.dtype}, baseline {baseline.dtype}"
     error, index = max_error(actual, reference)
     allowed, _ = max_error(baseline, reference)
+    assert np.isfinite(allowed), f"{name}: the baseline is not finite where the reference is"
     finite = reference[np.isfinite(reference)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
     floor = torch.finfo(actual.dtype).eps / 2 * largest
