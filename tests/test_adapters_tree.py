@@ -117,6 +117,22 @@ def test_links_in_circles_end(device):
     assert ((outputs[2] >= 0) & (outputs[2] < 3)).all()
 
 
+def test_no_requests(device):
+    empty = lambda *size: torch.zeros(size, dtype=torch.int64, device=device)  # noqa: E731
+    tree = [empty(0, 3) for _ in range(4)]
+    laws = [torch.zeros(0, 3, VOCAB, device=device)] * 2
+    uniform = torch.zeros(0, 3, device=device)
+    for last in ((empty(0, 3),), (uniform, uniform[:, 0], *laws)):
+        for function in (
+            (sglang.verify_tree_greedy,)
+            if len(last) == 1
+            else (sglang.tree_speculative_sampling_target_only, sglang.chain_speculative_sampling)
+        ):
+            outputs = buffers(0, 3, device)
+            function(*outputs, *tree, *last)
+            assert outputs[0].shape == (0,) and outputs[2].shape == (0,)
+
+
 def test_greedy_writes_what_the_contract_says(device):
     generator = np.random.default_rng(1)
     for nodes in (1, 5, 20):

@@ -13,7 +13,7 @@ def seeds_of_uniforms(*uniforms):
     seed = None
     for values in uniforms:
         bits = values.float().contiguous().view(torch.int32).long()
-        for column in bits.reshape(bits.size(0), -1).unbind(1):
+        for column in [bits] if bits.dim() == 1 else bits.unbind(1):
             seed = column if seed is None else seed * _STEP + column
             seed = seed ^ (seed >> 29)
     return seed
