@@ -201,6 +201,21 @@ def test_a_row_does_not_depend_on_the_others(dtype, drawn, device, generator):
             assert torch.equal(a, b[rows]), name
 
 
+def test_a_plan_keeps_the_memory_of_calls_with_other_slots(device, generator):
+    """A graph of the first call still writes there."""
+    base, hidden, anchor, weights = make(generator, torch.float32, device)
+    plan = TreePlan(2, weights, widths=(1, 2), children=2)
+    written = []
+    for slots in (8, 3, 8):
+        got = plan(base[:, :slots], hidden[:, :slots], anchor)
+        expected = draft_tree(
+            base[:, :slots], hidden[:, :slots], anchor, weights, widths=(1, 2), children=2
+        )
+        assert torch.equal(got.tokens, expected.tokens)
+        written.append({t.data_ptr() for t in plan.from_hidden.values()})
+    assert len(written[0]) == 1 and written[0] < written[1] == written[2]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drawn", [False, True])
 def test_graph_replay(drawn, generator, graph_replay):

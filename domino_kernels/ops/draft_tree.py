@@ -101,7 +101,8 @@ class _Level(NamedTuple):
 
 
 class TreePlan:
-    """Memory and shape of `draft_tree` calls, for CUDA graphs: no call but the first allocates.
+    """Memory and shape of `draft_tree` calls, for CUDA graphs: no call but the first of each number
+    of slots allocates, and nothing is freed while the plan lives.
 
     One call, or replay of a graph that holds it, at a time; a second concurrent user makes a second
     plan. What a call returns is the plan's memory: the next call overwrites it.
@@ -186,7 +187,7 @@ class TreePlan:
             row += width
         empty = torch.empty((batch, 0), dtype=torch.int64, **new)
         self.end = _Level(empty, empty, empty, torch.empty((batch, 0), **new), None)
-        self.from_hidden = None
+        self.from_hidden = {}  # by slots: a captured call goes on writing to the one that it got
 
     def __call__(
         self,
@@ -221,11 +222,13 @@ class TreePlan:
                 f"draft_tree: pool: got {got}, expected what the plan was made for "
                 f"(pool_size={self.pool_size})"
             )
+        from_hidden = None
         if weights.hidden_size:
-            size = (self.batch, base_logits.size(1), weights.rank)
-            if self.from_hidden is None or self.from_hidden.shape != size:
-                self.from_hidden = torch.empty(size, device=weights.device)
-            project_hidden(hidden, weights, out=self.from_hidden)
+            from_hidden = self.from_hidden.get(logits[1])
+            if from_hidden is None:
+                size = (self.batch, logits[1], weights.rank)
+                from_hidden = self.from_hidden[logits[1]] = torch.empty(size, device=weights.device)
+            project_hidden(hidden, weights, out=from_hidden)
         first = row = 0
         for depth, level in enumerate(self.levels):
             root = depth == 0
@@ -241,7 +244,7 @@ class TreePlan:
                 depth=depth,
                 states=None if root else self.states,
                 parent=None if root else level.parent,
-                from_hidden=self.from_hidden,
+                from_hidden=from_hidden,
                 pool=pool,
                 temperature=temperature,
                 seed=seed,
