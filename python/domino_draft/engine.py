@@ -239,13 +239,14 @@ class Engine:
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop_token_ids: Iterable[int] | None = None,
     ) -> int:
         """Queue a request; returns its id: 0, 1, ... in this order.
 
         prompt: token ids, or a string when the target has a tokenizer (no chat template is
-        applied). temperature 0 is greedy. stop_token_ids None: the model's own; () never stops.
+        applied). temperature 0 is greedy. seed None: the request's id, so that no two share noise.
+        stop_token_ids None: the model's own; () never stops.
 
         Raises:
             ValueError, TypeError: the prompt is empty, has an id outside the vocabulary or does
@@ -264,13 +265,15 @@ class Engine:
             raise ValueError(
                 f"add: temperature: got {temperature}, expected 0 with trees of rule 'greedy'"
             )
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"add: seed: got {seed}, expected 64 bits with a sign")
+        if seed is None:
+            seed = self._added
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"add: seed: got {seed!r}, expected an integer of 64 bits with a sign")
         if stop_token_ids is None:
             stop_token_ids = self.target.stop_token_ids
         stops = checks.integers("add: stop_token_ids", stop_token_ids)
         request = _Request(
-            self._added, ids, max_new_tokens, temperature, int(seed), frozenset(stops)
+            self._added, ids, max_new_tokens, temperature, seed, frozenset(stops)
         )
         self._added += 1
         self._waiting.append(request)

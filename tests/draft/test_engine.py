@@ -332,6 +332,7 @@ def test_what_cannot_work_is_refused_and_the_others_go_on(target):
     refused(ValueError, "add: max_new_tokens: got 0", new=0)
     refused(ValueError, "add: temperature: got nan", temperature=float("nan"))
     refused(ValueError, "add: seed: got 9223372036854775808", seed=1 << 63)
+    refused(ValueError, "add: seed: got 1.5, expected an integer", seed=1.5)
     refused(TypeError, "add: stop_token_ids: got 5, expected a list", stop_token_ids=5)
     engine.add([3], 11)
     texts, finish = {}, {}
