@@ -272,9 +272,7 @@ class Engine:
         if stop_token_ids is None:
             stop_token_ids = self.target.stop_token_ids
         stops = checks.integers("add: stop_token_ids", stop_token_ids)
-        request = _Request(
-            self._added, ids, max_new_tokens, temperature, seed, frozenset(stops)
-        )
+        request = _Request(self._added, ids, max_new_tokens, temperature, seed, frozenset(stops))
         self._added += 1
         self._waiting.append(request)
         return request.id
