@@ -108,6 +108,7 @@ def dual_ce_rows(base, delta, labels, weights, lam, ce, top, *, write_grad, bloc
     rows, vocab = base.shape
     if rows == 0:
         return
+    labels, weights = labels.contiguous(), weights.contiguous()  # the kernel counts by rows
     _dual_ce_kernel[(rows,)](
         base,
         base if delta is None else delta,
