@@ -4,6 +4,7 @@ import torch
 from domino_draft.train.regenerate import (
     Prompt,
     Regenerator,
+    load_prompts,
     load_responses,
     looping,
     save_responses,
@@ -107,6 +108,9 @@ def test_bad_input_is_named(model):
         regenerator.run([Prompt(np.arange(9))], max_new_tokens=2)
     with pytest.raises(ValueError, match="sampled_slots: got 0"):
         regenerator.run([Prompt(np.arange(3), temperature=0.5)], max_new_tokens=2)
+    answered = Prompt(np.arange(3), open_turn=True, answer_temperature=0.5)
+    with pytest.raises(ValueError, match="sampled_slots: got 0"):
+        regenerator.run([answered], max_new_tokens=2)
     with pytest.raises(ValueError, match="sampled_slots: got 3"):
         Regenerator(model, slots=2, sampled_slots=3, max_length=8, stop_ids=[STOP], seed=0)
 
@@ -124,3 +128,15 @@ def test_responses_file_round_trip(model, tmp_path):
         (r.prompt_length, r.tag, r.temperature, r.finished) for r in out
     ]
     assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_shards_part_the_prompts(tmp_path):
+    path = tmp_path / "prompts.npz"
+    np.savez(
+        path, tokens=np.arange(7), offsets=np.arange(8), kind=np.zeros(7), domain=np.zeros(7)
+    )  # fmt: skip
+    laws = dict(seed=0, sampled_fraction=0.5, temperature=0.7, turn_temperature=0.8)
+    parts = [load_prompts(path, shard=(i, 3), **laws) for i in range(3)]
+    assert sorted(int(p.ids[0]) for part in parts for p in part) == list(range(7))
+    with pytest.raises(ValueError, match="shard: got 3 of 3, expected an index below"):
+        load_prompts(path, shard=(3, 3), **laws)

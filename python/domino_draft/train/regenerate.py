@@ -239,12 +239,15 @@ class Regenerator:
             True: deque(p for p in prompts if p.temperature > 0),
             False: deque(p for p in prompts if p.temperature <= 0),
         }
-        if queues[True] and not self.sampled:
+        # The answers to open turns queue later, and they need a slot of their kind too.
+        kinds = {p.temperature > 0 for p in prompts}
+        kinds |= {p.answer_temperature > 0 for p in prompts if p.open_turn}
+        if True in kinds and not self.sampled:
             raise ValueError(
                 "regenerate: sampled_slots: got 0, expected at least 1 for prompts with a "
                 "temperature"
             )
-        if queues[False] and self.sampled == self.slots:
+        if False in kinds and self.sampled == self.slots:
             raise ValueError(
                 f"regenerate: sampled_slots: got {self.sampled}, expected a greedy slot for greedy "
                 "prompts"
@@ -378,6 +381,10 @@ def load_prompts(
     rest is greedy. `shard` = (index, count) keeps every count-th prompt, so that several processes
     share one file.
     """
+    if not 0 <= shard[0] < shard[1]:
+        raise ValueError(
+            f"regenerate: shard: got {shard[0]} of {shard[1]}, expected an index below the count"
+        )
     data = read_arrays(Path(path))
     for name in ("tokens", "offsets", "kind", "domain"):
         if name not in data:
