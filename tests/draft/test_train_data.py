@@ -88,6 +88,18 @@ def test_every_sequence_once_an_epoch_in_a_new_order():
     assert not np.array_equal(flat[:7], flat[7:])
 
 
+def test_without_shuffling_every_sequence_counts_once():
+    data = dataset([20] * 5)
+    s = sampler(data, batch_size=3, shuffle=False)
+    per_row = 8 * 4
+    seen = [
+        s.sequences(step)[row]
+        for step in range(3)
+        for row in np.unique(s.batch(step).rows // per_row)
+    ]
+    assert seen == list(range(5))
+
+
 @pytest.mark.parametrize("shift", [True, False])
 def test_anchors_are_supervised_pairs_and_weights_add_up_to_one(shift):
     data = dataset([20, 64, 9, 200])

@@ -367,7 +367,8 @@ class BatchSampler:
     """Batches of a dataset, by step number.
 
     Sequences come in a new random order every epoch; anchors are uniform without replacement among
-    the positions t with t and t + 1 supervised, sorted, at most `num_anchors` a sequence.
+    the positions t with t and t + 1 supervised, sorted, at most `num_anchors` a sequence. Without
+    `shuffle` they come once, in order: what fills the last batch up has no label.
     """
 
     def __init__(
@@ -425,6 +426,8 @@ class BatchSampler:
         flat = np.where(inside, data.offsets[index][:, None] + column, 0)
         tokens = np.where(inside, data.tokens[flat], 0).astype(np.int64)
         mask = inside & data.loss_mask[flat]
+        if not self.shuffle:
+            mask[len(data) - min(step * self.batch_size, len(data)) :] = False
         eligible = np.zeros_like(mask)
         eligible[:, :-1] = mask[:, :-1] & mask[:, 1:]
         key = _rng(self.seed, 0xA9C4, step).random(tokens.shape, dtype=np.float32)
