@@ -274,8 +274,14 @@ def _user_turns(terminal: bool):
 @_SAMPLING
 @_NUM_DRAFTS
 @_MACHINE
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write the report here.")
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False), help="Draw it (.png, .svg).")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), callback=_writable,
+    help="Write the report here.",
+)  # fmt: skip
+@click.option(
+    "--plot", "plot_file", type=click.Path(dir_okay=False), callback=_writable,
+    help="Draw it (.png, .svg).",
+)  # fmt: skip
 def bench(
     prompts, target, drafters, chat, limit, num_drafts, json_file, plot_file, device, dtype,
     threads, **settings,

@@ -87,6 +87,9 @@ def test_bad_input_of_evaluate_and_regenerate_is_one_line(folders, tmp_path):
     assert done.exit_code == 1 and "without a prompt" in done.stderr
     done = invoke("evaluate", "--prompts", row, *common, "--json", tmp_path / "no" / "out.json")
     assert done.exit_code == 2 and "no such folder" in done.stderr
+    for option, name in (("--json", "out.json"), ("--plot", "out.svg")):
+        done = invoke("bench", row, *common, option, tmp_path / "no" / name)
+        assert done.exit_code == 2 and "no such folder" in done.stderr
     done = invoke("evaluate", "--prompts", row, *common[:-1], "ngram@0")
     assert done.exit_code == 2 and "got 0 drafts" in done.stderr
     (tmp_path / "half.npz").write_bytes(b"PK\x03\x04")
