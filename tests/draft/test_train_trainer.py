@@ -183,6 +183,23 @@ def test_resume_gives_the_same_weights(tmp_path, monkeypatch, dtype):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("options", [{"save_every": 2}, {"max_steps": None, "max_seconds": 1.0}])
+def test_spoilt_weights_do_not_replace_good_ones(tmp_path, monkeypatch, options):
+    loss = Trainer.loss
+    monkeypatch.setattr(
+        Trainer,
+        "loss",
+        lambda self, *args, **kw: loss(self, *args, **kw) * (1 if self.steps_done < 5 else np.nan),
+    )
+    with pytest.raises(RuntimeError, match="grad_norm: got nan after"):
+        go(tmp_path, log_every=10**6, **options)
+    assert not (tmp_path / "model.safetensors").exists()
+    if "save_every" in options:
+        state = torch.load(tmp_path / "checkpoint.pt")
+        assert state["steps_done"] == 4
+        assert all(m.isfinite().all() for m in state["optimizer"]["masters"])
+
+
 def test_the_export_is_what_was_trained(tmp_path):
     go(tmp_path, save_every=8)
     drafter = DominoDrafter.from_pretrained(tmp_path)

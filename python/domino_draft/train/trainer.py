@@ -321,8 +321,21 @@ class Trainer:
             return nullcontext()
         return Swapped(self.optimizer.params, self.optimizer.ema)
 
+    def check_finite(self) -> None:
+        """Refuse weights that a step has spoilt: what is on disk may be the last good ones.
+
+        A gradient that is not finite leaves weights under which no later one is.
+        """
+        norm = float(self.last.get("grad_norm", 0.0))
+        if not math.isfinite(norm):
+            raise RuntimeError(
+                f"train: grad_norm: got {norm} after {self.steps_done} steps, expected a finite "
+                "value"
+            )
+
     def save(self, path: str | os.PathLike) -> None:
         """Write a checkpoint (temporary name, then renamed)."""
+        self.check_finite()
         state = {
             "contract": self.config.resume_contract(),
             "steps_done": self.steps_done,
@@ -357,6 +370,7 @@ class Trainer:
 
     def export(self, folder: str | os.PathLike, extra: dict[str, Any]) -> None:
         """Write the drafter (bf16) as a Hugging Face folder, and training.json beside it."""
+        self.check_finite()
         weights = self.optimizer.ema or self.optimizer.masters
         out = DominoDrafter(self.drafter.config)
         with torch.no_grad():
