@@ -158,10 +158,12 @@ def load_prompts(
             needed = {row.after for row in kept} - {row.id for row in kept} - {None}
             part = [row for row in part if row in kept or row.id in needed]
         chosen += part
-    present = {row.id for row in chosen}
+    first = {row.id for row in chosen if row.after is None}
     for row in chosen:
-        if row.after is not None and row.after not in present:
-            raise ValueError(f"load_prompts: {row.id}: got after={row.after!r}, no such row")
+        if row.after is not None and row.after not in first:
+            raise ValueError(
+                f"load_prompts: {row.id}: got after={row.after!r}, expected the id of a first turn"
+            )
     return chosen
 
 

@@ -219,3 +219,7 @@ def test_load_prompts(tmp_path):
     path.write_text(json.dumps(rows[-1]))
     with pytest.raises(ValueError, match="b/1/2: got after='b/1/1'"):
         evaluate.load_prompts(path)
+    third = {"set": "b", "id": "b/1/3", "text": "t", "after": "b/1/2"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, third]))
+    with pytest.raises(ValueError, match=r"b/1/3: got after='b/1/2', expected .* a first turn"):
+        evaluate.load_prompts(path)
