@@ -19,7 +19,11 @@ from domino_kernels import HeadWeights
 
 def draft_ids(where: str, ids: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
     """Ascending int64 on the CPU; an error begins with `where`, the op and the argument."""
-    kept = torch.as_tensor(ids, dtype=torch.int64).flatten().cpu().unique()
+    given = torch.as_tensor(ids)
+    if given.numel() and (given.dtype == torch.bool or given.is_floating_point()):
+        # A mask would be read as the ids 0 and 1.
+        raise TypeError(f"{where}: got {given.dtype}, expected integers")
+    kept = given.to(torch.int64).flatten().cpu().unique()
     if not len(kept) or kept[0] < 0 or kept[-1] >= vocab_size:
         raise ValueError(
             f"{where}: got {len(kept)} ids"

@@ -356,6 +356,9 @@ def test_settings_out_of_range(target, tiny_config):
     drafter = DominoDrafter(tiny_config())
     refused("draft_vocab: got 2 ids from 3 to 61", drafter, draft_vocab=[3, 61], fused=True)
     refused("draft_vocab: got 0 ids, expected", drafter, draft_vocab=[], fused=True)
+    for wrong in (torch.ones(61, dtype=torch.bool), [3.5]):
+        with pytest.raises(TypeError, match=r"draft_vocab: got torch\..*, expected integers"):
+            Engine(target, drafter, max_batch=1, max_length=8, draft_vocab=wrong, fused=True)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
