@@ -111,6 +111,8 @@ def test_bad_input_is_named(model):
     answered = Prompt(np.arange(3), open_turn=True, answer_temperature=0.5)
     with pytest.raises(ValueError, match="sampled_slots: got 0"):
         regenerator.run([answered], max_new_tokens=2)
+    with pytest.raises(ValueError, match="max_length: got 65, expected at most 64"):
+        Regenerator(model, slots=2, sampled_slots=0, max_length=65, stop_ids=[STOP], seed=0)
     with pytest.raises(ValueError, match="sampled_slots: got 3"):
         Regenerator(model, slots=2, sampled_slots=3, max_length=8, stop_ids=[STOP], seed=0)
 

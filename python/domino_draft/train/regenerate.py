@@ -111,7 +111,13 @@ class Regenerator:
     ):
         if not 0 <= sampled_slots <= slots:
             raise ValueError(f"regenerate: sampled_slots: got {sampled_slots}, expected 0..{slots}")
-        self.target = FusedTarget(Target(model))
+        target = Target(model)
+        if target.max_length is not None and max_length > target.max_length:
+            raise ValueError(
+                f"regenerate: max_length: got {max_length}, expected at most {target.max_length}, "
+                "the positions that the target was made for"
+            )
+        self.target = FusedTarget(target)
         decoder, weight = self.target.decoder, self.target.embedding
         self.device = weight.device
         self.slots, self.sampled, self.max_length = slots, sampled_slots, max_length
