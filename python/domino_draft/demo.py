@@ -75,6 +75,8 @@ def run(
         True if every output is the target's own greedy text, up to near-ties of its logits
         (:func:`domino_draft.greedy_report`), which are printed.
     """
+    if drafter == "none":
+        raise ValueError("drafter: got 'none', expected one to compare with the target alone")
     console = console or Console()
     started = time.perf_counter()
     with _busy(console, "Importing Torch and Transformers"):

@@ -96,7 +96,8 @@ def test_bad_input_of_evaluate_and_regenerate_is_one_line(folders, tmp_path):
     np.savez(tmp_path / "other.npz", tokens=np.arange(3))
     for name, message in (("half.npz", "damaged file"), ("other.npz", "offsets: missing")):
         done = invoke("regenerate", "--prompts", tmp_path / name, "--target", target,
-                      "--device", "cpu", "--output", tmp_path / "o.npz", "--slots", 4)  # fmt: skip
+                      "--device", "cpu", "--output", tmp_path / "o.npz", "--slots", 4,
+                      "--max-length", 64)  # fmt: skip
         assert done.exit_code == 1 and message in done.stderr, done.output
     done = invoke("regenerate", "--prompts", tmp_path / "half.npz", "--target", target,
                   "--output", tmp_path / "out.npz", "--shard", 0, 0)  # fmt: skip
@@ -189,6 +190,11 @@ def test_text_stream_waits_for_whole_characters(tokenizer):
     assert "".join(pieces) == "aé€b" and not any("\ufffd" in piece for piece in pieces)
     cut = TextStream(tokenizer)
     assert cut.push(ids[:-2], last=True) == "aé\ufffd"
+
+
+def test_a_demo_without_a_drafter_is_one_line():
+    done = invoke("demo", "--drafter", "none", "--device", "cpu")
+    assert done.exit_code == 1 and "drafter: got 'none'" in done.stderr
 
 
 def test_demo_table_has_ratios_of_sums():
