@@ -306,7 +306,7 @@ def test_a_missing_gpu_or_target_is_one_line(tmp_path):
     assert result.exit_code == 1 and "train: target: got" in result.output
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, monkeypatch):
     model = target()
     model.save_pretrained(tmp_path / "target")
     forks().save(tmp_path / "data.npz")
@@ -325,3 +325,7 @@ def test_command_line(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
     again = CliRunner().invoke(cli.main, [*words, "--max-seconds", "3"])
     assert again.exit_code == 1 and "exactly one of max_steps and max_seconds" in again.output
+    monkeypatch.setenv("DOMINO_DEBUG", "1")
+    assert isinstance(
+        CliRunner().invoke(cli.main, [*words, "--max-seconds", "3"]).exception, ValueError
+    )

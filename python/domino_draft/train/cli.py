@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 import typing
 
@@ -67,6 +68,8 @@ def main(**options) -> None:
         config = TrainConfig(**options)
         summary = run(config)
     except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
+        if os.environ.get("DOMINO_DEBUG"):
+            raise
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(summary, indent=2))
 
