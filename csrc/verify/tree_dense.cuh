@@ -56,7 +56,8 @@ struct DenseLaws {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j)
         if (x + j < target.vocab)
-          sum += to_units(mass(p.probability(of_p.at(j), x + j), q.probability(of_q.at(j))));
+          sum += to_units(
+              mass(p.probability(of_p.at(j), x + j), counted_draft(q.probability(of_q.at(j)))));
     }
     sum = block_reduce(
         sum, [](unsigned long long a, unsigned long long b) { return a + b; }, shared.slots);
@@ -122,7 +123,8 @@ __device__ __noinline__ void judge_dense(const RowCluster& cluster, const TreeRe
         if (x < 0) continue;
         bool repeated = false;
         for (int m = n + 1; m < c; ++m) repeated |= tree.parent[m] == n && tree.token[m] == x;
-        const float q = usable && !repeated ? laws.q.probability(laws.draft.at(x)) : 0.0f;
+        const float q =
+            usable && !repeated ? counted_draft(laws.q.probability(laws.draft.at(x))) : 0.0f;
         if (q == 0.0f) {
           status |= kBadDraftLaw;
           continue;

@@ -62,7 +62,7 @@ struct TreeWeights {
   }
   __device__ __forceinline__ float exact(float upper, int64_t token) const {
     if (dense.data != nullptr)
-      return add_rn(upper, -mul_rn(rho, dense_law.probability(dense.at(token))));
+      return add_rn(upper, -mul_rn(rho, counted_draft(dense_law.probability(dense.at(token)))));
     return taken == nullptr ? upper : add_rn(upper, -taken->of(static_cast<int>(token)));
   }
 };
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
             pool_logit = r.pool_row(n).at(m);
           }
           if (pool_id >= 0 && pool_id < p.vocab)
-            shared.taken.put(pool_id, mul_rn(record.rho, q.probability(pool_logit)));
+            shared.taken.put(pool_id, mul_rn(record.rho, counted_draft(q.probability(pool_logit))));
         }
         weights.taken = &shared.taken;
       }

@@ -95,7 +95,8 @@ __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const
     for (int m = lane; m < pool.count; m += kWarpSize) sum += to_fixed(weights.weight(pool.q[m]));
     stats.sum = warp_sum(sum);
     const RowLaw q(stats, r.draft_temperature);
-    for (int m = lane; m < pool.count; m += kWarpSize) pool.q[m] = q.probability(pool.q[m]);
+    for (int m = lane; m < pool.count; m += kWarpSize)
+      pool.q[m] = counted_draft(q.probability(pool.q[m]));
   } else {
     for (int m = lane; m < pool.count; m += kWarpSize) pool.q[m] = 0.0f;
   }

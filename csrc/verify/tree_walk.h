@@ -22,7 +22,7 @@
 //
 // What is not a law degrades to something that is lossless for any draft, never to a guess:
 //   a child that is -1 (pad), outside the vocabulary, or repeats a sibling     never stepped to
-//   a child to which q gives nothing, or whose q is unusable                   likewise
+//   a child to which q gives less than kLeastDraft, or whose q is unusable     likewise
 //   mass' of nothing (p = a q up to rounding)      no later child and not this node; where a token
 //                                                  has to be emitted, it is drawn from p
 //   a parent that is not an earlier node           the node and all below it are never reached
@@ -46,6 +46,12 @@ DOMINO_HD uint64_t to_units(float mass) {
 }
 
 DOMINO_HD float from_units(uint64_t units) { return mul_rn(static_cast<float>(units), kUnit); }
+
+// Less of q than this is nothing: what is left of q keeps 20 bits after any draws. Such children
+// say nothing of the others, whose law is still that of draws from what counts.
+constexpr float kLeastDraft = 0x1p-40f;
+
+DOMINO_HD float counted_draft(float q) { return q >= kLeastDraft ? q : 0.0f; }
 
 // Below this, relu(p - rho q) is the rounding of p and q.
 constexpr float kNoMass = 0x1p-20f;

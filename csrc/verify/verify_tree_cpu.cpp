@@ -222,7 +222,7 @@ class Walk {
       const LogitRow draft = r_.draft_row(n);
       for (int64_t x = 0; x < r_.p.vocab; ++x) {
         laws.p.push_back(p.probability(target.at(x), x));
-        laws.q.push_back(q.probability(draft.at(x)));
+        laws.q.push_back(counted_draft(q.probability(draft.at(x))));
         laws.drafted += to_units(laws.q.back());
       }
       laws.usable = true;
@@ -242,7 +242,7 @@ class Walk {
     uint64_t inside = 0;
     for (size_t m = 0; m < logits.size(); ++m) {
       laws.p.push_back(p.probability(target.at(laws.tokens[m]), laws.tokens[m]));
-      laws.q.push_back(q.probability(logits[m]));
+      laws.q.push_back(counted_draft(q.probability(logits[m])));
       inside += to_units(laws.p.back());
       laws.drafted += to_units(laws.q.back());
     }
@@ -256,7 +256,7 @@ class Walk {
   RowStats pool_stats(const std::vector<float>& logits) const {
     RowStats stats{0, -INFINITY, -1, 0, 0};
     for (const float z : logits)
-      if (!(z <= stats.top)) stats.top = z;
+      if (!(z <= stats.top) && !std::isnan(stats.top)) stats.top = z;
     stats.faults = row_faults(stats.top);
     if (stats.faults != 0) return stats;
     const RowLaw law(stats.top, 1, law_scale(r_.draft_temperature));
