@@ -308,6 +308,19 @@ def test_draft_laws_that_are_none(rule, kind, device, generator):
     assert (result.num_emitted == result.num_accepted + 1).all()
 
 
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_nan_anywhere_in_a_pool_is_no_law(at, rule, device, generator):
+    arguments = make(8, 4, 50, generator, rule=rule, pool=8)
+    arguments["parents"][:, 1:] = 0
+    arguments["temperature"][:] = 1.0
+    arguments["draft_pool"][1][:, 0, at] = NAN
+    result = verify_tree(**to(arguments, device))
+    assert_reference(result, expected_of(arguments))
+    assert (result.status & TreeStatus.BAD_DRAFT_LAW).all()
+    assert not result.num_accepted.any()
+
+
 @pytest.mark.parametrize("rule", ["target_only", *SAMPLED])
 def test_repeated_siblings_are_passed_over(rule, device, generator):
     kind = "dense" if rule in SAMPLED else ""

@@ -29,7 +29,7 @@ class TreeStatus(IntFlag):
     EMPTY_ROW = 2  # a target row that is all -inf
     BAD_ID = 4  # a draft id outside [0, V) other than the pad -1; it is passed over
     ZERO_RESIDUAL = 8  # nothing left of relu(p - q): drawn from p
-    BAD_DRAFT_LAW = 16  # no usable q, or one that cannot have drawn the child; it is passed over
+    BAD_DRAFT_LAW = 16  # no usable q, or less than 2^-40 of it on a child, which is passed over
     BAD_PARAMETER = 32  # a temperature that is negative or not finite
     BAD_ROWS = 64  # cu_nodes: more than `width` nodes, less than none, or nodes that do not exist
     BAD_TREE = 128  # a parent that is no earlier node; the node is never reached

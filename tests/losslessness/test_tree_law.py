@@ -29,7 +29,7 @@ LAWS = {
     "rrsw, masked target": ("rrsw", MASKED, TreeDrafter(FORK, pool=3), 4, 0.8),
     "rrsw, 40 siblings": ("rrsw", Model.random(64, 1, 5), TreeDrafter(WIDE, pool=48), 2, 1.0),
     "rrsw, q all but certain": ("rrsw", SMALL, TreeDrafter(STAR, temperature=0.02), 2, 1.0),
-    "rrsw, pool all but certain": ("rrsw", SMALL, TreeDrafter(STAR, 2, temperature=0.02), 2, 1.0),
+    "rrsw, pool all but certain": ("rrsw", SMALL, TreeDrafter(STAR, 0.02, pool=3), 2, 1.0),
     "traversal": ("traversal", SMALL, TreeDrafter(FORK), 4, 1.0),
     "traversal, deep": ("traversal", SMALL, TreeDrafter(DEEP, temperature=1.5), 4, 0.6),
     "traversal, q with zeros": ("traversal", ZEROS, TreeDrafter(DEEP), 4, 1.0),
