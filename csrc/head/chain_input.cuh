@@ -48,13 +48,13 @@ __device__ __forceinline__ uint32_t await_choice(const ChainExchange& exchange, 
         [&] {
           first = look_twice(from + 2 * min(i, pairs - 1));
           second = look_twice(from + 2 * min(i + kWarpSize, pairs - 1));
-          const int tag[4] = {key_tag(first.x), key_tag(first.y), key_tag(second.x),
-                              key_tag(second.y)};
-          latest = max(latest, max(max(tag[0], tag[1]), max(tag[2], tag[3])));
-          return min(min(tag[0], tag[1]), min(tag[2], tag[3])) > j;
+          return min(min(key_tag(first.x), key_tag(first.y)),
+                     min(key_tag(second.x), key_tag(second.y))) > j;
         },
         aborted);
     best = max(max(best, max(first.x, first.y)), max(second.x, second.y));
+    latest = max(latest, max(max(key_tag(first.x), key_tag(first.y)),
+                             max(key_tag(second.x), key_tag(second.y))));
   }
   const uint32_t chosen = key_word_id(static_cast<uint32_t>(warp_best(best)));
   return __any_sync(kFullMask, latest > j + 1) ? guess : chosen;
