@@ -10,7 +10,7 @@ from domino_kernels.ops.verify import (
     _verify_chain,
     verify_chain_workspace,
 )
-from domino_kernels.ops.verify_checks import FILTER_DTYPES, ORDERS, VerifyRule, check_draft_law
+from domino_kernels.ops.verify_checks import ORDERS, VerifyRule, check_draft_law, check_filters
 from domino_kernels.torch_library import DTYPES
 
 
@@ -77,12 +77,7 @@ def residual_sample(
         ("block_start", block_start, torch.int64),
     ):
         checks.tensor(op, name, value, (batch,), dtype, device)
-    for (name, dtype), value in zip(FILTER_DTYPES.items(), (top_k, top_p, min_p)):
-        if value is not None:
-            checks.tensor(op, name, value, (batch,), dtype, device)
-    if filter_order not in ORDERS:
-        orders = ", ".join(ORDERS)
-        raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
+    check_filters(op, batch, device, (top_k, top_p, min_p), filter_order)
     wide = vocab if vocab_valid is None else vocab_valid
     if not isinstance(wide, int) or not 1 <= wide <= vocab:
         raise ValueError(f"{op}: vocab_valid: got {wide!r}, expected 1 to V = {vocab}")

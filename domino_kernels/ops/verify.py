@@ -8,10 +8,10 @@ import torch
 from domino_kernels import _C, rng
 from domino_kernels.ops import checks
 from domino_kernels.ops.verify_checks import (
-    MAX_VOCAB,
     ORDERS,
     VerifyRule,
     check_edits,
+    check_rows,
     check_rule,
     check_sampling,
 )
@@ -371,24 +371,8 @@ def verify_chain(
     Daliri et al. 2408.07978 (gumbel); races instead of inverse CDFs.
     """
     op = "verify_chain"
-    batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
-    if cu_rows is None:
-        vocab = checks.sizes(op, "target_logits", target_logits, "[B, K + 1, V]")[2]
-        shape = (batch, drafts + 1, vocab)
-    else:
-        rows, vocab = checks.sizes(op, "target_logits", target_logits, "[R, V]")
-        shape = (rows, vocab)
+    batch, drafts, vocab = check_rows(op, target_logits, draft_tokens, cu_rows, num_active)
     device = target_logits.device
-    checks.dtype(op, "target_logits", target_logits, DTYPES)
-    checks.tensor(op, "target_logits", target_logits, shape, target_logits.dtype, device)
-    if not 1 <= vocab <= MAX_VOCAB:
-        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 to {MAX_VOCAB}")
-    checks.tensor(op, "draft_tokens", draft_tokens, (batch, drafts), torch.int64, device)
-    if cu_rows is not None:
-        checks.tensor(op, "cu_rows", cu_rows, (batch + 1,), torch.int32, device)
-    if num_active is not None:
-        checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
-
     rules, code = check_rule(op, rule, keying, batch, device)
     wide = vocab if vocab_valid is None else vocab_valid
     if not isinstance(wide, int) or not 1 <= wide <= vocab:

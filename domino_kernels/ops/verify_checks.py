@@ -8,7 +8,7 @@ from domino_kernels.ops import checks
 from domino_kernels.torch_library import DTYPES
 
 MAX_VOCAB = 1 << 23
-FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+_FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
 ORDERS = {"transformers": 0, "vllm": 1, "joint": 2}
 _SAMPLING = ("temperature", "seed", "block_start", "draft_logits", "draft_ids", "draft_logprob")
 _SAMPLING += ("draft_temperature", "top_k", "top_p", "min_p")  # not with rule="greedy"
@@ -27,6 +27,38 @@ class VerifyRule(IntEnum):
 
 RULES = {rule.name.lower(): int(rule) for rule in VerifyRule}
 _POSITION_RULES = VerifyRule.MATCH, VerifyRule.GUMBEL
+
+
+def check_rows(op, target_logits, draft_tokens, cu_rows, num_active):
+    """The rows that requests are judged by; returns B, K and V."""
+    batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
+    if cu_rows is None:
+        vocab = checks.sizes(op, "target_logits", target_logits, "[B, K + 1, V]")[2]
+        shape = (batch, drafts + 1, vocab)
+    else:
+        rows, vocab = checks.sizes(op, "target_logits", target_logits, "[R, V]")
+        shape = (rows, vocab)
+    device = target_logits.device
+    checks.dtype(op, "target_logits", target_logits, DTYPES)
+    checks.tensor(op, "target_logits", target_logits, shape, target_logits.dtype, device)
+    if not 1 <= vocab <= MAX_VOCAB:
+        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 to {MAX_VOCAB}")
+    checks.tensor(op, "draft_tokens", draft_tokens, (batch, drafts), torch.int64, device)
+    if cu_rows is not None:
+        checks.tensor(op, "cu_rows", cu_rows, (batch + 1,), torch.int32, device)
+    if num_active is not None:
+        checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
+    return batch, drafts, vocab
+
+
+def check_filters(op, batch, device, filters, filter_order):
+    """filters: top_k, top_p, min_p."""
+    for (name, dtype), value in zip(_FILTER_DTYPES.items(), filters):
+        if value is not None:
+            checks.tensor(op, name, value, (batch,), dtype, device)
+    if filter_order not in ORDERS:
+        orders = ", ".join(ORDERS)
+        raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
 
 
 def check_draft_law(op, draft_logits, draft_ids, draft_logprob, shape, device):
@@ -86,10 +118,9 @@ def check_sampling(
     filter_order,
 ):
     """What only sampled requests have; sizes: B, K, V. Returns whether q is dense."""
-    if filter_order not in ORDERS:
-        orders = ", ".join(ORDERS)
-        raise ValueError(f"{op}: filter_order: got {filter_order!r}, expected one of {orders}")
     batch, _, _ = sizes
+    filters = (top_k, top_p, min_p) if sampled else (None, None, None)
+    check_filters(op, batch, device, filters, filter_order)
     if sampled:
         checks.tensor(op, "temperature", temperature, (batch,), torch.float32, device)
         checks.tensor(op, "seed", seed, (batch,), torch.int64, device)
@@ -100,10 +131,6 @@ def check_sampling(
                 raise ValueError(f"{op}: draft_temperature: got a tensor, expected draft_logits")
             shape = (batch,)
             checks.tensor(op, "draft_temperature", draft_temperature, shape, torch.float32, device)
-        if not (top_k is top_p is min_p is None):
-            for (name, dtype), value in zip(FILTER_DTYPES.items(), (top_k, top_p, min_p)):
-                if value is not None:
-                    checks.tensor(op, name, value, (batch,), dtype, device)
         return dense
     unused = temperature, seed, block_start, draft_logits, draft_ids, draft_logprob
     unused += draft_temperature, top_k, top_p, min_p

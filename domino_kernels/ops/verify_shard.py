@@ -43,6 +43,7 @@ from domino_kernels.ops.verify_checks import (
     MAX_VOCAB,
     ORDERS,
     check_edits,
+    check_rows,
     check_rule,
     check_sampling,
 )
@@ -246,27 +247,12 @@ def _check_call(
     """The call as the ops take it."""
     for name in unknown:
         raise TypeError(f"{op}: {name}: got a value, expected an argument that shards take")
-    batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
-    if cu_rows is None:
-        vocab = checks.sizes(op, "target_logits", target_logits, "[B, K + 1, V]")[2]
-        shape = batch, drafts + 1, vocab
-    else:
-        shape = checks.sizes(op, "target_logits", target_logits, "[R, V]")
-        vocab = shape[1]
+    batch, drafts, vocab = check_rows(op, target_logits, draft_tokens, cu_rows, num_active)
     device = target_logits.device
-    checks.dtype(op, "target_logits", target_logits, DTYPES)
-    checks.tensor(op, "target_logits", target_logits, shape, target_logits.dtype, device)
-    checks.tensor(op, "draft_tokens", draft_tokens, (batch, drafts), torch.int64, device)
     checks.integer(op, "vocab_total", vocab_total, 1, MAX_VOCAB)
-    if vocab < 1:
-        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 or more")
     checks.integer(op, "vocab_start", vocab_start, 0, vocab_total - vocab)
     if vocab_start % 128:
         raise ValueError(f"{op}: vocab_start: got {vocab_start}, expected a multiple of 128")
-    if cu_rows is not None:
-        checks.tensor(op, "cu_rows", cu_rows, (batch + 1,), torch.int32, device)
-    if num_active is not None:
-        checks.tensor(op, "num_active", num_active, (1,), torch.int32, device)
     rules, code = check_rule(op, rule, keying, batch, device)
     if rule == "block" and rules is None:
         raise ValueError(f"{op}: rule: got 'block', expected a rule that reads a row at a time")

@@ -7,13 +7,12 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
+from domino_kernels.ops.verify_checks import MAX_VOCAB, ORDERS, check_filters
 from domino_kernels.torch_library import DTYPES, check_status, define, target
 
-_MAX_VOCAB = 1 << 23
 _MAX_NODES = 1024
 _MAX_POOL = 1024
 RULES = {"greedy": 0, "match": 1, "target_only": 2, "rrsw": 3, "traversal": 4}
-FILTER_ORDERS = {"transformers": 0, "vllm": 1, "joint": 2}
 _DRAFTED = "rrsw", "traversal"  # rules that need the drafter's law
 
 
@@ -323,8 +322,8 @@ def verify_tree(
     device = target_logits.device
     checks.dtype(op, "target_logits", target_logits, DTYPES)
     checks.tensor(op, "target_logits", target_logits, (*lead, vocab), target_logits.dtype, device)
-    if not 1 <= vocab <= _MAX_VOCAB:
-        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 to {_MAX_VOCAB}")
+    if not 1 <= vocab <= MAX_VOCAB:
+        raise ValueError(f"{op}: target_logits: got V = {vocab}, expected 1 to {MAX_VOCAB}")
     if not 1 <= width <= _MAX_NODES:
         raise ValueError(f"{op}: width: got N = {width}, expected 1 to {_MAX_NODES}")
     checks.tensor(op, "tokens", tokens, lead, torch.int64, device)
@@ -340,15 +339,8 @@ def verify_tree(
         checks.tensor(op, "seed", seed, (batch,), torch.int64, device)
         checks.tensor(op, "block_start", block_start, (batch,), torch.int64, device)
     filters = top_k, top_p, min_p
-    kinds = (("top_k", torch.int32), ("top_p", torch.float32), ("min_p", torch.float32))
-    for (name, kind), value in zip(kinds, filters):
-        if value is not None:
-            checks.tensor(op, name, value, (batch,), kind, device)
+    check_filters(op, batch, device, filters, filter_order)
     filtered = any(value is not None for value in filters)
-    if filter_order not in FILTER_ORDERS:
-        raise ValueError(
-            f"{op}: filter_order: got {filter_order!r}, expected one of {', '.join(FILTER_ORDERS)}"
-        )
     drafted = rule in _DRAFTED
     pool_ids = pool_logits = None
     if drafted:
@@ -418,7 +410,7 @@ def verify_tree(
         draft_logits,
         draft_temperature,
         *filters,
-        FILTER_ORDERS[filter_order],
+        ORDERS[filter_order],
         cu_nodes,
         *out,
         workspace,
