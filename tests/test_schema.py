@@ -19,12 +19,12 @@ def gru_step(dtype):
     return tuple(t.to(dtype) for t in tensors)
 
 
-def draft_chain(dtype, shift_label):
-    batch, slots, drafts, vocab, hidden, units, rank = 2, 4, 3, 11, 8, 4, 6
+def draft_chain(dtype, shift_label, hidden=8, units=4, rank=6):
+    batch, slots, drafts, vocab = 2, 4, 3, 11
     base, rows = torch.randn(batch, slots, vocab), torch.randn(batch, slots, hidden).to(dtype)
     sizes = [(3 * units, hidden), (3 * units, units), (rank, hidden + units), (vocab, rank)]
     weights = [torch.randn(size).to(dtype) for size in [*sizes, (vocab, hidden)]]
-    workspace = torch.zeros(1 << 18, dtype=torch.uint8)
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
     outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
     outputs += (torch.zeros(batch, dtype=torch.int32), None, None, None, None)
     anchor = torch.tensor([0, 10])
@@ -34,7 +34,8 @@ def draft_chain(dtype, shift_label):
 
 
 def drawn_chain():
-    *inputs, workspace, tokens, scores, restarts = draft_chain(torch.bfloat16, True)[:-4]
+    sizes = 16, 16, 16  # a GPU draws in the block form alone, which takes multiples of 16
+    *inputs, workspace, tokens, scores, restarts = draft_chain(torch.bfloat16, True, *sizes)[:-4]
     warm, number = torch.tensor([0.0, 0.7]), torch.arange(2)
     inputs[10:13] = warm, number, number
     inputs[13:16] = (

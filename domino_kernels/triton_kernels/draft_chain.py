@@ -485,14 +485,15 @@ class _Chain:
     def score_all(self, draft, slots, keys, restart=False):
         """Drafts draft .. draft + slots - 1, all corrected or none."""
         w, base = self.weights, self.base[:, self.first_slot + draft :]
+        chunks = triton.cdiv(w.rank, self.block_r)
         vocabulary_kernel[(triton.cdiv(w.vocab_size, self.block_v),)](
             keys[draft], base, base.stride(0), base.stride(1),
             self.memory.low_rank[max(draft - self.prefix, 0)], w.w2, self.memory.first, draft,
             self.batch, slots * self.batch, w.vocab_size, w.rank,
-            CORRECTED=draft >= self.prefix, RESTART=restart,
-            CHUNKS=triton.cdiv(w.rank, self.block_r),
+            CORRECTED=draft >= self.prefix, RESTART=restart, CHUNKS=chunks,
             COLUMNS=COLUMNS, BLOCK_V=self.block_v, BLOCK_R=self.block_r,
-            **self.overlap,
+            # with parts of W2 in the loop, two stages of every part would not fit shared memory
+            num_stages=3 if chunks == 1 else 1, **self.overlap,
         )  # fmt: skip
 
     def restart(self, keys, chain_keys):
