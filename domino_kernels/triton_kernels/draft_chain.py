@@ -401,11 +401,12 @@ class _Chain:
         self.drafts, self.batch = memory.keys.shape[1:]
         self.corrected = self.drafts - prefix
         self.row_blocks = triton.cdiv(self.batch, COLUMNS)
-        self.block_v = _block_v(anchor.device)
+        wide = weights.dtype == torch.float32  # its tiles are twice as large, and slow to compile
+        self.block_v = 64 if wide else _block_v(anchor.device)
         self.overlap = {"OVERLAP": False}
         if _can_overlap(anchor.device):
             self.overlap = {"OVERLAP": True, "launch_pdl": True}
-        self.block_k = 64 if weights.dtype == torch.float32 else 128
+        self.block_k = 64 if wide else 128
         self.block_r = min(max(16, triton.next_power_of_2(weights.rank)), 2 * self.block_k)
 
     def slot(self, draft):
