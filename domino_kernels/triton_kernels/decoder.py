@@ -544,12 +544,14 @@ def embed_kernel(
 @triton.jit(do_not_specialize=["drafts"])
 def commit_kernel(
     tokens_ptr, accepted_ptr, status_ptr, anchors_ptr, lengths_ptr, limits_ptr, line_ptr, drafts,
-    PDL: tl.constexpr, BLOCK: tl.constexpr,
+    features_ptr, places_ptr, turns_ptr, places, width,
+    PDL: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """The end of a cycle for one row: its new anchor and length, and a line for the host.
 
     line = [accepted, status, tokens...]. lengths stops at limits: queued cycles of a row that is
-    done, or of no request (limit 0), stay inside the cache.
+    done, or of no request (limit 0), stay inside the cache. LATE: the row of features goes to the
+    row's next place, which a cycle without drafts has no other launch for.
     """
     _begin(PDL)
     row = tl.program_id(0)
@@ -565,6 +567,15 @@ def commit_kernel(
     tl.store(anchors_ptr + row, tl.maximum(anchor, 0))
     length = tl.load(lengths_ptr + row) + accepted + 1
     tl.store(lengths_ptr + row, tl.minimum(length, tl.load(limits_ptr + row)))
+    if LATE:
+        turn = tl.load(turns_ptr + row)
+        tl.store(turns_ptr + row, turn + 1)
+        to = places_ptr + (row.to(tl.int64) * places + turn) * width
+        w = tl.arange(0, BLOCK_W)
+        for first in range(0, width, BLOCK_W):
+            keep = (first + w < width) & (turn + 0 * w < places)
+            x = tl.load(features_ptr + row.to(tl.int64) * width + first + w, mask=keep)
+            tl.store(to + first + w, x, mask=keep)
 
 
 @triton.jit(do_not_specialize=["rows", "drafts", "total"])

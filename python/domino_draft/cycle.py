@@ -44,9 +44,7 @@ def _nvtx(device: torch.device, name: str):
 # is drafted does not depend on the batch.
 _POOL = 1024
 _TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memory
-# Cycles without drafts whose hidden states become the drafter's context together, and places behind
-# them for the replays that a new graph is timed by.
-_LATE, LATE_PLACES = 16, 24
+LATE_PLACES = 16  # cycles without drafts whose hidden states become the drafter's context together
 _SHORT = 4096  # tokens of prompts that are padded and captured together
 _TIMED = TAKEN_BACK - 1  # replays that a new graph is timed by, after a first
 
@@ -145,7 +143,7 @@ class Cycle:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._zero = torch.zeros_like(self.temperature)
         self._graphs: dict[tuple[int, Choice, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._late_turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._late_turns = torch.zeros_like(self.anchors)
         self._late_count = self._late_rows = 0
         self._late_graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._prompt_graphs: dict[tuple[int, int], tuple | None] = {}
@@ -397,17 +395,16 @@ class Cycle:
     ) -> Tensor:
         """What was kept becomes context, at once or, one token a row, later; returns the line for
         the host."""
+        late = None
         if self.session is not None and result.tokens.shape[1] == 1:
-            rows = len(lengths)
-            self._late[:rows].index_copy_(1, self._late_turn, features.view(rows, 1, -1))
-            self._late_turn.add_(1)
+            late = features, self._late, self._late_turns
         elif self.session is not None:
             self.drafter.store_context(
                 features, lengths, self.draft_kv, self.draft_rope, self.workspace, tokens
             )
         rows, width = result.tokens.shape
         line = torch.empty(rows, width + 2, dtype=torch.int64, device=self.device)
-        ops.commit(result, anchors, lengths, self.limits[:rows], line)
+        ops.commit(result, anchors, lengths, self.limits[:rows], line, late)
         return line
 
     # ---- what cycles without drafts leave for later ----
@@ -433,23 +430,23 @@ class Cycle:
 
     def _warm_late(self, rows: int) -> None:
         """Capture `catch_up` of so many rows: its first run loads kernels, its second captures."""
-        self.catch_up()
         while self._late_graphs.get(rows) is None:
+            self.catch_up()
             self._late_count, self._late_rows = 1, rows
             self.catch_up()
 
     def _catch_up(self, rows: int) -> None:
         # Places behind the last one that is held get rubbish, which later tokens write over.
-        starts = (self.cache.all_lengths[:rows] - self._late_turn).clamp(min=0)
-        features = self._late[:rows, :_LATE].flatten(0, 1)
+        starts = (self.cache.all_lengths[:rows] - self._late_turns[:rows]).clamp(min=0)
+        features = self._late[:rows].flatten(0, 1)
         self.drafter.store_context(features, starts, self.draft_kv, self.draft_rope, self.workspace)
-        self._late_turn.zero_()
+        self._late_turns.zero_()
 
     # ---- graphs ----
 
     def queue(self, rows: int, size: int, choice: Choice, greedy: bool) -> Pending:
         """Queue a cycle of the first `rows` rows, padded to `size`; captured on first use."""
-        if choice.drafts or self._late_count == _LATE or size != self._late_rows:
+        if choice.drafts or self._late_count == LATE_PLACES or size != self._late_rows:
             self.catch_up()
         if self.session is not None and not choice.drafts:
             self._late_count, self._late_rows = self._late_count + 1, size
@@ -469,7 +466,8 @@ class Cycle:
 
     def costs(self, size: int, choices: Sequence[Choice], greedy: bool) -> dict[Choice, float]:
         """Milliseconds of a cycle for each of them; captures what is not captured yet."""
-        self.warmup([size], choices, [greedy])
+        if not all((size, c, greedy) in self._costs for c in choices):
+            self.warmup([size], choices, [greedy])
         return {c: self._costs[size, c, greedy] for c in choices}
 
     def size(self, rows: int, choices: Sequence[Choice], greedy: bool) -> int:
@@ -477,11 +475,13 @@ class Cycle:
         for a capture of all the choices, that of the next larger graphs. A batch that runs empty
         passes many sizes, and does not stop at each."""
         size = min(padded_rows(rows), self.rows)
-        there = [s for s, c, g in self._graphs if c == choices[0] and g == greedy and s >= size]
-        there = [s for s in there if all((s, c, greedy) in self._graphs for c in choices)]
-        larger = min(there, default=size)
-        if larger == size:
+        if all((size, c, greedy) in self._graphs for c in choices):
             return size
+        there = [s for s, c, g in self._graphs if c == choices[0] and g == greedy and s > size]
+        there = [s for s in there if all((s, c, greedy) in self._graphs for c in choices)]
+        if not there:
+            return size
+        larger = min(there)
         # Half of a cycle's time is taken to follow its rows.
         lost = self._costs[larger, choices[0], greedy] * (1 - size / larger) / 2
         self._lost[size] = self._lost.get(size, 0.0) + lost
@@ -514,7 +514,7 @@ class Cycle:
 
     def _capture(self, rows: int, choice: Choice, greedy: bool):
         begun = time.perf_counter()
-        state = (self.anchors, self.cache.all_lengths, self._late_turn)
+        state = (self.anchors, self.cache.all_lengths, self._late_turns)
         kept = [t.clone() for t in state]
 
         def restore():

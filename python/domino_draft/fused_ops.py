@@ -572,11 +572,20 @@ def embed(
     return out
 
 
-def commit(result, anchors: Tensor, lengths: Tensor, limits: Tensor, line: Tensor) -> None:
+def commit(
+    result,
+    anchors: Tensor,
+    lengths: Tensor,
+    limits: Tensor,
+    line: Tensor,
+    late: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
     """End a cycle: anchors and lengths move on, line [B, K + 3] = accepted, status, tokens.
 
     lengths never pass limits: a row of no request (limit 0) stays empty, and queued cycles of one
-    that is done stay inside the cache.
+    that is done stay inside the cache. late: features [B, W] to put by, in places
+    [rows >= B, P, W], and turns int64 [rows]: row b's go to place turns[b], which moves on; from
+    turn P on nothing is kept.
     """
     drafts = result.tokens.shape[1] - 1
     if not _triton(anchors):
@@ -584,12 +593,22 @@ def commit(result, anchors: Tensor, lengths: Tensor, limits: Tensor, line: Tenso
         line.copy_(torch.cat((accepted, result.status.long()[:, None], result.tokens), dim=1))
         anchors.copy_(result.tokens.gather(1, accepted)[:, 0].clamp(min=0))
         lengths.copy_(torch.minimum(lengths + accepted[:, 0] + 1, limits))
+        if late is not None:
+            features, places, turns = late
+            row = torch.arange(len(features), device=turns.device)
+            row = row[turns[: len(features)] < places.shape[1]]
+            places[row, turns[row]] = features[row]
+            turns[: len(features)] += 1
         return
     from domino_kernels.triton_kernels.decoder import commit_kernel
 
+    features, places, turns = late or (line, line, line)
+    room, width = (0, 0) if late is None else places.shape[1:]
     commit_kernel[(anchors.shape[0],)](
         result.tokens, result.num_accepted, result.status, anchors, lengths, limits, line, drafts,
-        BLOCK=_pow2(drafts + 1), num_warps=1, **_overlap(anchors.device),
+        features, places, turns, room, width,
+        LATE=late is not None, BLOCK=_pow2(drafts + 1), BLOCK_W=min(_pow2(width), 4096),
+        num_warps=1 if late is None else 4, **_overlap(anchors.device),
     )  # fmt: skip
 
 

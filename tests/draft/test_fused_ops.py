@@ -328,6 +328,14 @@ def check_ends(device):
     ops.commit(result, anchors, lengths, limits, line)
     assert anchors.tolist() == [8, 0, 3] and lengths.tolist() == [9, 6, 21]
     assert line.tolist() == [[1, 0, 4, 8, -1], [0, 1, -1, -1, -1], [2, 0, 1, 2, 3]]
+    for width in (40, 4100):  # one block of a row, and more
+        features = torch.randn(3, width, device=device)
+        held = torch.zeros(4, 2, width, device=device)
+        turns = torch.tensor([0, 1, 2, 1], device=device)  # the third row's places are full
+        ops.commit(result, anchors, lengths, limits, line, (features, held, turns))
+        wanted = torch.zeros_like(held)
+        wanted[0, 0], wanted[1, 1] = features[0], features[1]
+        assert torch.equal(held, wanted) and turns.tolist() == [1, 2, 3, 1]
 
 
 def check_all(device, dtype, tolerance):
