@@ -10,7 +10,7 @@ share a memory pool.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,12 @@ def tells_chances(drafter: DominoDrafter) -> bool:
     units, rank = drafter.config.gru_hidden_dim, drafter.config.emb_dim
     fits = units % 16 == 0 and units <= 1024 and rank % 16 == 0 and rank <= 256
     return fits and drafter.dtype != torch.float32
+
+
+def on_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these values, whose copy to a GPU waits for nothing that is queued there."""
+    held = torch.tensor(values, dtype=dtype)
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
 
 
 def padded_rows(rows: int) -> int:
@@ -147,28 +153,30 @@ class Cycle:
         self._late_count = self._late_rows = 0
         self._late_graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._prompt_graphs: dict[tuple[int, int], tuple | None] = {}
+        self._context_of_prompts: Callable[[], None] | None = None
         self._lost: dict[int, float] = {}
         self._capture_ms = float("inf")
         self._costs: dict[tuple[int, Choice, bool], float] = {}
         self._chains: dict[tuple[int, int], ChainPlan] = {}
         self._pool = None
-        self._hosts: list[Tensor] = []
+        pinned = device.type == "cuda"
+        # Places for lines; one is free again when four more have been read.
+        self._hosts = [
+            torch.empty(rows * (num_drafts + 3), dtype=torch.int64, pin_memory=pinned)
+            for _ in range(4)
+        ]
         self._turn = 0
 
     def put(
-        self,
-        first: int,
-        anchors: Sequence[int],
-        temperatures: Sequence[float],
-        seeds: Sequence[int],
+        self, first: int, anchors: Tensor, temperatures: Sequence[float], seeds: Sequence[int]
     ) -> None:
         """Rows `first` and up start at these anchors; their prompts are in the caches."""
         rows = slice(first, first + len(anchors))
-        self.anchors[rows] = torch.tensor(anchors, device=self.device)
+        self.anchors[rows] = anchors
+        self.temperature[rows] = on_device(temperatures, torch.float32, self.device)
+        self.seed[rows] = on_device(seeds, torch.int64, self.device)
         # A block of a row that stands there still ends inside the cache.
         self.limits[rows] = self.cache.max_length - self.block
-        self.temperature[rows] = torch.tensor(temperatures, device=self.device)
-        self.seed[rows] = torch.tensor(seeds, device=self.device)
 
     def select(self, rows: Sequence[int], reach: int) -> None:
         """Keep only these rows, as rows 0, 1, ...; none holds anything from `reach` on."""
@@ -190,6 +198,7 @@ class Cycle:
         not advanced. Returns the logits [n, len(keep), V] of the columns `keep`.
         """
         self.catch_up()
+        self._context_of_prompts = None
         with _nvtx(self.device, f"domino prefill B={ids.shape[0]} T={ids.shape[1]}"):
             return self._prefill(ids, first, start, counts, keep)
 
@@ -210,37 +219,45 @@ class Cycle:
         return self.target.logits(ends.flatten(0, 1)).view(count, len(keep), -1)
 
     def prompts(self, prompts: Sequence[Sequence[int]], first: int) -> Tensor:
-        """`prefill` of whole prompts: the logits [n, V] that follow each.
+        """`prefill` of whole prompts: the logits [n, V] that follow each. The drafter's context of
+        them is left to `store_prompts`, so that no first token waits for it.
 
         Padded to a power of two of rows and of tokens, and captured when a size comes back, where
         that is small enough for the launches to be what takes the time.
         """
         self.catch_up()
+        self._context_of_prompts = None
         count, longest = len(prompts), max(map(len, prompts))
         tokens = min(max(16, 1 << (longest - 1).bit_length()), self.cache.max_length)
         size = 1 << (count - 1).bit_length(), tokens
         if size[0] * size[1] > _SHORT:
             size = count, longest
-        ids = torch.zeros(size[0], size[1] + 2, dtype=torch.int64)
+        pinned = self.device.type == "cuda"
+        ids = torch.zeros(size[0], size[1] + 2, dtype=torch.int64, pin_memory=pinned)
         ids[:, -2] = -1  # of no row, ending anywhere
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
             ids[row, -2], ids[row, -1] = first + row, len(prompt) - 1
         if size[0] * size[1] > _SHORT or self.device.type != "cuda":
-            return self._prompts(ids.to(self.device))[:count]
+            return self._prompts(ids.to(self.device, non_blocking=True))[:count]
         with _nvtx(self.device, f"domino prompts B={size[0]} T={size[1]}"):
             if size not in self._prompt_graphs:
                 self._prompt_graphs[size] = None
-                return self._prompts(ids.to(self.device))[:count]
+                return self._prompts(ids.to(self.device, non_blocking=True))[:count]
             if self._prompt_graphs[size] is None:
-                held = ids.to(self.device)
+                held = ids.to(self.device, non_blocking=True)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
                     logits = self._prompts(held)
                 self._pool = self._pool or graph.pool()
-                self._prompt_graphs[size] = graph, held, logits
-            graph, held, logits = self._prompt_graphs[size]
-            held.copy_(ids)
+                if self.session is not None:
+                    context = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(context, pool=self._pool):
+                        self.store_prompts()
+                    self._context_of_prompts = context.replay
+                self._prompt_graphs[size] = graph, held, logits, self._context_of_prompts
+            graph, held, logits, self._context_of_prompts = self._prompt_graphs[size]
+            held.copy_(ids, non_blocking=True)
             graph.replay()
             return logits[:count]
 
@@ -254,12 +271,19 @@ class Cycle:
         )  # fmt: skip
         if self.session is not None:
             counts = ends + 1 if any(self.session.cache.rings) else None
-            self.drafter.store_context(
+            self._context_of_prompts = lambda: self.drafter.store_context(
                 features, lengths, self.draft_kv, self.draft_rope, self.workspace, places=places,
                 counts=counts,
             )  # fmt: skip
         rows = torch.arange(len(ids), device=self.device)
         return self.target.logits(x.view(*ids.shape, -1)[rows, ends])
+
+    def store_prompts(self) -> None:
+        """Make the drafter's context of the prompts that `prompts` ran last. Nothing else of this
+        pool runs in between: features that a graph has left may lie where another's work would."""
+        if self._context_of_prompts is not None:
+            self._context_of_prompts()
+            self._context_of_prompts = None
 
     # ---- the cycle ----
 
@@ -451,17 +475,24 @@ class Cycle:
         if self.session is not None and not choice.drafts:
             self._late_count, self._late_rows = self._late_count + 1, size
         if self.device.type != "cuda":
-            return Pending(self.run(size, choice, greedy)[:rows], None)
+            return self.read(self.run(size, choice, greedy), rows)
         key = size, choice, greedy
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         graph, line = self._graphs[key]
         with _nvtx(self.device, f"domino cycle B={size} K={choice.drafts}"):
-            host = self._host(line)
             graph.replay()
-            host.copy_(line, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            return self.read(line, rows)
+
+    def read(self, line: Tensor, rows: int) -> Pending:
+        """Queue the copy of the first `rows` rows' line to the host."""
+        if self.device.type != "cuda":
+            return Pending(line[:rows], None)
+        self._turn = (self._turn + 1) % len(self._hosts)
+        host = self._hosts[self._turn][: line.numel()].view(line.shape)
+        host.copy_(line, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
         return Pending(host[:rows], event)
 
     def costs(self, size: int, choices: Sequence[Choice], greedy: bool) -> dict[Choice, float]:
@@ -501,16 +532,6 @@ class Cycle:
                     self._graphs[key] = self._capture(*key)
             if self.session is not None and not choices[-1].drafts and self.device.type == "cuda":
                 self._warm_late(size)
-
-    def _host(self, line: Tensor) -> Tensor:
-        """A pinned place for a line; a place is free again when four cycles have come after it."""
-        if not self._hosts:
-            width = self.num_drafts + 3
-            self._hosts = [
-                torch.empty(self.rows * width, dtype=torch.int64, pin_memory=True) for _ in range(4)
-            ]
-        self._turn = (self._turn + 1) % len(self._hosts)
-        return self._hosts[self._turn][: line.numel()].view(line.shape)
 
     def _capture(self, rows: int, choice: Choice, greedy: bool):
         begun = time.perf_counter()

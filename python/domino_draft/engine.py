@@ -25,7 +25,7 @@ from domino_kernels import verify_chain
 
 from . import requests as checks
 from .cache import RowCache
-from .cycle import Cycle, Pending, padded_rows, tells_chances
+from .cycle import Cycle, Pending, on_device, padded_rows, tells_chances
 from .drafter import Batch, DominoDrafter, Drafter
 from .fused import CannotFuse
 from .policy import Choice, DraftLength
@@ -403,14 +403,12 @@ class Engine:
         longest = max(lengths)
         size = longest if len(prompts) > 1 else self.prefill_tokens
         self.cache.focus(first, len(prompts))
-        drafts = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
+        self._set_law(self._running[first:])
         if self._fused is not None and longest <= size:
-            # Before the forward: a copy from the host waits for all that is queued.
-            counts = torch.tensor(lengths, device=device)
-            self._set_law(self._running[first:])
+            counts = on_device(lengths, torch.int64, device)
             logits = self._fused.prompts(prompts, first)[:, None]
             self.cache.advance(counts, lengths)
-            return _lines(self._verify(logits, drafts, self.cache.lengths - 1))
+            return self._first_tokens(logits, first)
         padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=device)
         for start in range(0, longest, size):
             piece = padded[:, start : start + size]
@@ -428,8 +426,21 @@ class Engine:
                 self.session.commit(features, counts, held, first)
         column = torch.tensor([ends.index(n - 1) for n in held], device=device)
         logits = logits[torch.arange(len(prompts), device=device), column][:, None]
-        self._set_law(self._running[first:])
-        return _lines(self._verify(logits, drafts, self.cache.lengths - 1))
+        return self._first_tokens(logits, first)
+
+    def _first_tokens(self, logits: Tensor, first: int) -> list[list[int]]:
+        """What follows the prompts of rows `first` and up, by their logits [n, 1, V]."""
+        new = self._running[first:]
+        drafts = torch.empty(len(new), 0, dtype=torch.int64, device=logits.device)
+        result = self._verify(logits, drafts, self.cache.lengths - 1)
+        line = _line(result)
+        if self._fused is None:
+            return line.tolist()
+        anchors = result.tokens[:, 0].clamp(min=0)
+        self._fused.put(first, anchors, [r.temperature for r in new], [r.seed for r in new])
+        pending = self._fused.read(line, len(new))
+        self._fused.store_prompts()
+        return pending.lines()
 
     def _cycle(self) -> list[list[int]]:
         """A cycle by the stock forward, with the drafter's session on the host's side."""
@@ -442,7 +453,7 @@ class Engine:
         logits, features = self.target.forward(block, self.cache, layers=self.layers)
         result = self._verify(logits, drafts, self.cache.lengths)
         self.batch.anchors = result.tokens.gather(1, result.num_accepted[:, None].long())[:, 0]
-        lines = _lines(result)
+        lines = _line(result).tolist()
         counts = [line[0] + 1 for line in lines]
         kept = result.num_accepted.to(torch.int64) + 1
         self.cache.advance(kept, counts)
@@ -470,8 +481,8 @@ class Engine:
         temperatures, seeds = [r.temperature for r in requests], [r.seed for r in requests]
         self.greedy = not any(temperatures)
         if not self.greedy:
-            self.temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
-            self.seed = torch.tensor(seeds, dtype=torch.int64, device=device)
+            self.temperature = on_device(temperatures, torch.float32, device)
+            self.seed = on_device(seeds, torch.int64, device)
 
     def _deliver(self, first: int, lines: list[list[int]], *, cycle: bool) -> list[Chunk]:
         """Chunks of rows `first` and up; the rows that are done leave."""
@@ -480,14 +491,6 @@ class Engine:
             chunks.append(self._take(self._running[b], line, cycle))
             if not self._running[b].done:
                 alive.append(b)
-        if self._fused is not None and not cycle:
-            new = self._running[first:]
-            self._fused.put(
-                first,
-                [r.tokens[-1] for r in new],
-                [r.temperature for r in new],
-                [r.seed for r in new],
-            )
         if not cycle or len(alive) < len(self._running):
             self._keep(alive)
         return chunks
@@ -530,16 +533,17 @@ class Engine:
             self._running = running  # not before the device has moved them: that may raise
         self.cache.focus(0, count)
         self.greedy = not any(r.temperature for r in self._running)
+        anchors = self.batch.anchors  # which nothing reads where they live in the cycle's state
         if self._fused is None:
             self._set_law(self._running)
-        last = [r.tokens[-1] for r in self._running] if self._fused is None else []
-        anchors = torch.tensor(last, dtype=torch.int64, device=self.target.device)
+            last = [r.tokens[-1] for r in self._running]
+            anchors = torch.tensor(last, dtype=torch.int64, device=self.target.device)
         self.batch = Batch(
             [r.tokens for r in self._running], anchors, [r.id for r in self._running]
         )
 
 
-def _lines(result) -> list[list[int]]:
+def _line(result) -> Tensor:
     """[drafts kept, status, tokens ...] of every row: the one host read of a cycle."""
     accepted, status = result.num_accepted[:, None], result.status[:, None]
-    return torch.cat((accepted, status, result.tokens), dim=1).tolist()
+    return torch.cat((accepted, status, result.tokens), dim=1)

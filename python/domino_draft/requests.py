@@ -48,9 +48,10 @@ def prompt_ids(where: str, target: Target, prompt: Sequence[int] | str) -> list[
     ids = integers(where, prompt)
     if not ids:
         raise ValueError(f"{where}: got no tokens, expected at least one")
-    bad = next((t for t in ids if not 0 <= t < target.vocab_size), None)
+    vocab_size = target.vocab_size  # asks the model: not for each token of a prompt
+    bad = next((t for t in ids if not 0 <= t < vocab_size), None)
     if bad is not None:
-        raise ValueError(f"{where}: got token {bad}, expected 0..{target.vocab_size - 1}")
+        raise ValueError(f"{where}: got token {bad}, expected 0..{vocab_size - 1}")
     return ids
 
 

@@ -457,11 +457,11 @@ def test_a_prompt_without_memory_fails_alone(target, monkeypatch):
         assert texts[number] == own_text(target.model, *requests[number])
 
 
-@pytest.mark.parametrize("at", ["forward", "context_kv", "run", "prompts"])
+@pytest.mark.parametrize("at", ["forward", "context_kv", "run", "prompts", "store_prompts"])
 def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at):
     """Before the target's forward of a cycle or a prefill, and in the drafter's part after it; in
-    a queued cycle and in a prefill of the fused layers."""
-    drafter, fused = make_drafter("domino", tiny_config), at in ("run", "prompts")
+    a queued cycle and in a prefill of the fused layers, before its token is read and after."""
+    drafter, fused = make_drafter("domino", tiny_config), at not in ("forward", "context_kv")
     engine = Engine(target, drafter, max_batch=2, max_length=LENGTH, fused=fused)
     owner = {"forward": target, "context_kv": drafter}.get(at, engine._fused)
     inner, calls, failures = getattr(owner, at), [0], 0
@@ -484,7 +484,7 @@ def test_a_step_that_raises_can_be_repeated(target, tiny_config, monkeypatch, at
             failures += 1
             continue
         collect(chunks, texts, finish)
-    assert failures > (0 if at == "prompts" else 4)
+    assert failures > (0 if at in ("prompts", "store_prompts") else 4)
     monkeypatch.undo()
     for number, request in enumerate(requests):
         assert texts[number] == own_text(target.model, *request)
@@ -725,3 +725,21 @@ def test_fused_steps_cut_nothing_out_of_the_caches(target, tiny_config):
         engine.add([5] * length, 4)
     assert len({chunk.request for chunk in engine}) == 3
     assert not engine.cache._layers and not engine.session.cache._layers
+
+
+def test_a_first_token_does_not_wait_for_the_drafter(target, tiny_config, monkeypatch):
+    engine = Engine(
+        target, make_drafter("domino", tiny_config), max_batch=1, max_length=LENGTH, fused=True
+    )
+    order = []
+    for name in ("prompts", "read", "store_prompts"):
+        inner = getattr(engine._fused, name)
+
+        def told(*args, name=name, inner=inner):
+            order.append(name)
+            return inner(*args)
+
+        monkeypatch.setattr(engine._fused, name, told)
+    engine.add([5, 17, 3], 4)
+    (chunk,) = engine.step()
+    assert order == ["prompts", "read", "store_prompts"] and len(chunk.tokens) == 1
