@@ -4,8 +4,9 @@ step. `python -m bench.cycle --model qwen3-8b --json F`.
 Weights are random: what is accepted is then forced, each slot with one probability, inside
 the running cycle, so that caches, roll-back and verify length really run. 0.878 gives 7.17 tokens
 of 16, the mean that a summary of the Domino paper gives for Qwen3-8B. Ratios that rest on it are
-modelled; the milliseconds are measured: of a cycle, the wall time of `Engine.step` over 96 cycles
-(32 from batch 8 on); of products and stock forwards, the median of replays, event to event.
+modelled; the milliseconds are measured: of a cycle, the wall time of `Engine.step` over 96
+cycles, the median of five such passes, one token a step (`ar_step_ms`) and cycles in turn; of
+products and stock forwards, the median of replays, event to event.
 """
 
 import argparse
@@ -84,6 +85,8 @@ def random_pair(name, **overrides):
     return Target(model), drafter.eval()
 
 
+SETTLE = 160  # cycles before a case is timed
+STEPS, PASSES = 96, 5
 _TURNS = 512  # cycles after which the table of what is kept repeats
 
 
@@ -154,7 +157,8 @@ def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, 
     if drafter is not None:
         for stack in engine._fused.draft_kv:
             stack.normal_()
-    engine._fused.put(0, list(range(100, 100 + batch)), [0.0] * batch, [0] * batch)
+    anchors = torch.arange(100, 100 + batch, device="cuda")
+    engine._fused.put(0, anchors, [0.0] * batch, [0] * batch)
     return engine
 
 
@@ -174,20 +178,25 @@ def gpu_ms(fn, runs=5, inner=5):
     return statistics.median(times)
 
 
-def loop_ms(engine, drafts, steps, context):
-    """Of a cycle as a user runs it (`Engine.step`): wall, and the tokens of a cycle and row."""
-    rows, tokens = engine.num_running, 0
-    settle = 160 if rows < 8 else 60
-    for _ in range(settle if drafts == "auto" else 3):  # captures; what is drafted settles
-        engine.step()
-    engine.cache.all_lengths.fill_(context)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        tokens += sum(chunk.accepted for chunk in engine.step())
-    wall = time.perf_counter() - start
-    assert engine.num_running == rows, "a row ended inside the measurement"
-    return wall / steps * 1e3, tokens / steps / rows
+def loop_ms(engines, context):
+    """Of a cycle as a user runs it (`Engine.step`), for each engine, in turn: wall, and the tokens
+    of a cycle and row."""
+    walls, tokens = [[] for _ in engines], [0] * len(engines)
+    for engine in engines:  # captures; what is drafted settles
+        for _ in range(SETTLE):
+            engine.step()
+    for _ in range(PASSES):
+        for i, engine in enumerate(engines):
+            engine.cache.all_lengths.fill_(context)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                tokens[i] += sum(chunk.accepted for chunk in engine.step())
+            walls[i].append(time.perf_counter() - start)
+    rows = engines[0].num_running
+    assert all(e.num_running == e.max_batch for e in engines), "a row ended while it was measured"
+    ms = [statistics.median(wall) / STEPS * 1e3 for wall in walls]
+    return list(zip(ms, [n / STEPS / PASSES / rows for n in tokens]))
 
 
 def host_ms(engine, runs=20):
@@ -367,25 +376,26 @@ def main():
     cases = [
         re.fullmatch(r"(\d+):(\d+|auto)(?:@([\d.]+))?", case).groups() for case in options.case
     ]
-    for batch in dict.fromkeys(int(b) for b, _, _ in cases):
-        steps = 96 if batch < 8 else 32
+    cases = [(int(b), k if k == "auto" else int(k), float(a or 0.878)) for b, k, a in cases]
+    for batch in dict.fromkeys(b for b, _, _ in cases):
+        given = [(drafts, accept) for b, drafts, accept in cases if b == batch]
+        # One for all: rows that lie further apart may be slower to read.
+        most = max(1 if not a else 16 if k == "auto" else k + 1 for k, a in given)
+        room = (STEPS + SETTLE + 40) * most
         if options.stock:
             row("ar_step", batch, "stock", stock_ms(target, batch, 1, options.context))
-        engine = make_engine(target, None, batch, options.context, 200)
-        ar, _ = loop_ms(engine, 0, steps, options.context)
-        row("ar_step", batch, "ours", ar)
-        row("ar_step", batch, "linears", linears_ms(engine._fused, batch, 0)[0])
-        for drafts, accept in [(k, float(a or 0.878)) for b, k, a in cases if int(b) == batch]:
-            drafts = drafts if drafts == "auto" else int(drafts)
-            room = (steps + 200) * (16 if drafts == "auto" else drafts + 1)
+        alone = make_engine(target, None, batch, options.context, room)
+        row("ar_step", batch, "ours", loop_ms([alone], options.context)[0][0])
+        row("ar_step", batch, "linears", linears_ms(alone._fused, batch, 0)[0])
+        for drafts, accept in given:
             engine = make_engine(
                 target, drafter, batch, options.context, room, drafts, accept, options.fp8
             )
-            ms, length = loop_ms(engine, drafts, steps, options.context)
+            (ar, _), (ms, length) = loop_ms([alone, engine], options.context)
             if drafts != "auto":  # its expectation, which the table meets within 2%
                 length = sum(accept**k for k in range(drafts + 1))
             row("cycle", batch, "ours", ms, drafts=drafts, accepted=length, accept=accept,
-                modelled_ratio=length * ar / ms, host_ms=host_ms(engine),
+                ar_step_ms=ar, modelled_ratio=length * ar / ms, host_ms=host_ms(engine),
                 fp8_draft_head=options.fp8)  # fmt: skip
             if drafts != "auto":
                 parts = linears_ms(engine._fused, batch, drafts)
