@@ -25,13 +25,15 @@ from bench import report
 DRAFTER = Path(__file__).parent.parent / "models" / "smollm2-135m-domino"
 
 
-def first_token_ms(engines, prompts, repeats=5):
+def first_token_ms(engines, prompts, repeats=6):
     """Milliseconds from `add` to a request's first token, one request at a time, the engines in
-    turn: of each the median and the quartiles around it."""
-    times = {name: [] for name in engines}
+    turn, to and fro: of each the median and the quartiles around it."""
+    times, order = {name: [] for name in engines}, list(engines)
     for turn in range(2 + repeats):  # the first warms up, the second captures
+        order.reverse()  # of three each then follows each other one as often
         for prompt in prompts:
-            for name, engine in engines.items():
+            for name in order:
+                engine = engines[name]
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 request = engine.add(prompt, 2)
