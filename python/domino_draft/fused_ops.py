@@ -1,7 +1,7 @@
 """The steps of a decoder layer in few launches: Triton on a GPU, the same algebra in Torch off it.
 
 Nothing here synchronises or depends on the values of a tensor for its launch, so all of it can be
-captured. The kernels and what they fuse: domino_kernels/triton_kernels/decoder.py.
+captured. The kernels and what they fuse: domino_kernels/triton_kernels/decoder_*.py.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def linear(
         return _linear_apart(x, weight, norm, bias, residual, glu, out)
     if out is None:
         out = x.new_empty(rows, n)
-    from domino_kernels.triton_kernels.decoder import linear_kernel, stream_kernel
+    from domino_kernels.triton_kernels.decoder_rows import linear_kernel, stream_kernel
 
     # The kernel multiplies by the norm's weight before it divides by the norm: fp16 may overflow.
     if norm is not None and (plan.stream or x.dtype == torch.float16):
@@ -179,7 +179,7 @@ def rms_norm(
         wide = x.float()
         factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return out.copy_(wide * factor * weight.float())
-    from domino_kernels.triton_kernels.decoder import rms_norm_kernel
+    from domino_kernels.triton_kernels.decoder_rows import rms_norm_kernel
 
     block = _pow2(k)
     rms_norm_kernel[(rows,)](
@@ -232,7 +232,7 @@ def quantise_rows(x: Tensor, places: int | None = None) -> tuple[Tensor, Tensor]
         wide = x.float()
         scale = (wide.abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
         return (wide / scale).to(torch.float8_e4m3fn), scale
-    from domino_kernels.triton_kernels.decoder import quantise_rows_kernel
+    from domino_kernels.triton_kernels.decoder_rows import quantise_rows_kernel
 
     q = torch.empty(places or rows, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(places or rows, 1, dtype=torch.float32, device=x.device)
@@ -247,7 +247,7 @@ def silu_mul(x: Tensor) -> Tensor:
     if not _triton(x):
         gate, up = x.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(x.dtype)
-    from domino_kernels.triton_kernels.decoder import silu_mul_kernel
+    from domino_kernels.triton_kernels.decoder_rows import silu_mul_kernel
 
     out = x.new_empty(rows, n)
     grid = rows, -(-n // 1024)
@@ -324,7 +324,7 @@ def attend(
             qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal,
             window, rows, ring,
         )  # fmt: skip
-    from domino_kernels.triton_kernels.decoder import attend_kernel
+    from domino_kernels.triton_kernels.decoder_cache import attend_kernel
 
     if plan is None:
         plan = attend_plan(batch, tokens, group, kv_heads, dim, room, qkv.element_size())
@@ -523,7 +523,7 @@ def rotate_store(
             cache[layer, 0, place[keep], :, at[keep]] = k_new[keep, 0]
             cache[layer, 1, place[keep], :, at[keep]] = v[keep, 0]
         return
-    from domino_kernels.triton_kernels.decoder import rotate_store_kernel
+    from domino_kernels.triton_kernels.decoder_cache import rotate_store_kernel
 
     rotate_store_kernel[(total, layers)](
         qkv, cache, lengths, rope, q_norm if q_norm is not None else qkv,
@@ -561,7 +561,7 @@ def embed(
             ids[:, 1:] = drafts
         ids = ids[rows.places(total, anchors)]
         return table[ids.clamp(0, table.shape[0] - 1)]
-    from domino_kernels.triton_kernels.decoder import embed_kernel
+    from domino_kernels.triton_kernels.decoder_cache import embed_kernel
 
     out = table.new_empty(total, hidden)
     embed_kernel[(total,)](
@@ -600,7 +600,7 @@ def commit(
             places[row, turns[row]] = features[row]
             turns[: len(features)] += 1
         return
-    from domino_kernels.triton_kernels.decoder import commit_kernel
+    from domino_kernels.triton_kernels.decoder_cache import commit_kernel
 
     features, places, turns = late or (line, line, line)
     room, width = (0, 0) if late is None else places.shape[1:]
@@ -629,7 +629,7 @@ def allot(log_probs: Tensor, limits: Tensor, total: int) -> Tensor:
         starts[0] = 0
         starts[1:] = counts.cumsum(0)
         return starts
-    from domino_kernels.triton_kernels.decoder import allot_kernel
+    from domino_kernels.triton_kernels.decoder_cache import allot_kernel
 
     allot_kernel[(1,)](
         log_probs, limits, starts, rows, drafts, total,
