@@ -23,8 +23,7 @@ import torch.nn.functional as F
 import transformers
 import triton
 import triton.language as tl
-from domino_draft import DominoConfig, DominoDrafter, Engine, Target
-from domino_draft import fused_ops as ops
+from domino_draft import DominoConfig, DominoDrafter, Engine, Target, cache_ops
 from domino_draft.cycle import Cycle
 from domino_draft.engine import _Request
 from domino_draft.policy import Choice
@@ -292,7 +291,7 @@ def stages_ms(cycle, rows, drafts, calls=4):
     more in the cache than it does in a cycle."""
     lengths, anchors = cycle.cache.all_lengths[:rows], cycle.anchors[:rows]
     choice = Choice.whole(drafts)
-    shape = ops.Rows(choice.tokens), rows * choice.tokens
+    shape = cache_ops.Rows(choice.tokens), rows * choice.tokens
     hidden = cycle._block(anchors, lengths, drafts)
     base = cycle._draft_logits(hidden)
     proposed, _ = cycle._chain(hidden, base, anchors, choice)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
 
-from . import fused_ops as ops
+from . import cache_ops, row_ops
 from .config import TAKEN_BACK
 from .fused import FusedDrafter, FusedTarget
 from .vocabulary import DraftVocabulary
@@ -139,10 +139,10 @@ class Cycle:
         if draft_vocab is not None and session is not None:
             self.vocabulary = DraftVocabulary(draft_vocab, head, self.head, rows)
             head, self.head = self.vocabulary.lm_head, self.vocabulary.weights
-        self.draft_head = ops.Fp8Weight.of(head) if fp8_draft_head else head
+        self.draft_head = row_ops.Fp8Weight.of(head) if fp8_draft_head else head
         self.rows, self.num_drafts, self.device = rows, num_drafts, device
         self.block = num_drafts + 1 if block is None else block
-        self.workspace = ops.Workspace(device)
+        self.workspace = row_ops.Workspace(device)
         self.anchors = torch.zeros(rows, dtype=torch.int64, device=device)
         self.limits = torch.zeros_like(self.anchors)
         self.seed = torch.zeros_like(self.anchors)
@@ -291,14 +291,14 @@ class Cycle:
         """One cycle of rows 0 .. rows - 1; returns its line, [rows, drafts + 3] on the device."""
         lengths = self.cache.all_lengths[:rows]
         anchors = self.anchors[:rows]
-        proposed, tokens = anchors.new_empty(rows, 0), ops.Rows(choice.drafts + 1)
+        proposed, tokens = anchors.new_empty(rows, 0), cache_ops.Rows(choice.drafts + 1)
         if choice.drafts:
             hidden = self._block(anchors, lengths, choice.drafts)
             base = self._draft_logits(hidden)
             proposed, log_probs = self._chain(hidden, base, anchors, choice)
             if choice.partial:
-                starts = ops.allot(log_probs, self.limits[:rows], rows * choice.tokens)
-                tokens = ops.Rows(choice.drafts + 1, starts)
+                starts = cache_ops.allot(log_probs, self.limits[:rows], rows * choice.tokens)
+                tokens = cache_ops.Rows(choice.drafts + 1, starts)
         x, features = self._forward(anchors, proposed, lengths, tokens, rows * choice.tokens)
         result = self._verify(self.target.logits(x), proposed, lengths, tokens.starts, greedy)
         return self._commit(result, features, anchors, lengths, tokens)
@@ -308,16 +308,16 @@ class Cycle:
     def _block(self, anchors: Tensor, lengths: Tensor, drafts: int) -> Tensor:
         """The drafter's hidden states [rows, slots, H] of anchors and masks."""
         slots = self.config.slots_for(drafts)
-        x = ops.embed(anchors, self.target.embedding, slots, mask_id=self.config.mask_token_id).to(
-            self.drafter.fc.dtype
-        )
+        x = cache_ops.embed(
+            anchors, self.target.embedding, slots, mask_id=self.config.mask_token_id
+        ).to(self.drafter.fc.dtype)
         x, _ = self.drafter.decoder.run(x, lengths, self.draft_kv, self.draft_rope, self.workspace)
         return self.drafter.hidden(x).view(anchors.shape[0], slots, -1)
 
     def _draft_logits(self, hidden: Tensor) -> Tensor:
         """Base logits [rows, slots, V] of the target's LM head, or its fp8 copy."""
         x = hidden.flatten(0, 1).to(self.target.head.dtype)
-        if isinstance(self.draft_head, ops.Fp8Weight):
+        if isinstance(self.draft_head, row_ops.Fp8Weight):
             base = self.draft_head.product(x)
         else:
             base = F.linear(x, self.draft_head)
@@ -374,10 +374,10 @@ class Cycle:
         return self._chains[key]
 
     def _forward(
-        self, anchors: Tensor, proposed: Tensor, lengths: Tensor, tokens: ops.Rows, total: int
+        self, anchors: Tensor, proposed: Tensor, lengths: Tensor, tokens: cache_ops.Rows, total: int
     ):
         """The target's layers over anchors and drafts: (before the final norm, features)."""
-        x = ops.embed(
+        x = cache_ops.embed(
             anchors, self.target.embedding, tokens.tokens, drafts=proposed, starts=tokens.starts,
             total=total,
         )  # fmt: skip
@@ -415,7 +415,7 @@ class Cycle:
         features: Tensor | None,
         anchors: Tensor,
         lengths: Tensor,
-        tokens: ops.Rows | None = None,
+        tokens: cache_ops.Rows | None = None,
     ) -> Tensor:
         """What was kept becomes context, at once or, one token a row, later; returns the line for
         the host."""
@@ -428,7 +428,7 @@ class Cycle:
             )
         rows, width = result.tokens.shape
         line = torch.empty(rows, width + 2, dtype=torch.int64, device=self.device)
-        ops.commit(result, anchors, lengths, self.limits[:rows], line, late)
+        cache_ops.commit(result, anchors, lengths, self.limits[:rows], line, late)
         return line
 
     # ---- what cycles without drafts leave for later ----

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from . import fused_ops as ops
+from . import cache_ops, row_ops
 
 if TYPE_CHECKING:
     from .drafter import DominoDrafter
@@ -128,7 +128,7 @@ class FusedDecoder:
         self.scale = dim**-0.5
 
     def rope(self, positions: int) -> Tensor:
-        return ops.rope_table(self.inv_freq, positions, self.rope_scaling)
+        return cache_ops.rope_table(self.inv_freq, positions, self.rope_scaling)
 
     def run(
         self,
@@ -136,22 +136,22 @@ class FusedDecoder:
         lengths: Tensor,
         cache: Tensor | Sequence[Tensor],
         rope: Tensor,
-        workspace: ops.Workspace,
+        workspace: row_ops.Workspace,
         *,
         taps: Sequence[int] = (),
-        rows: ops.Rows | None = None,
+        rows: cache_ops.Rows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Before the final norm, and the outputs of the layers `taps` joined: [B * T, taps * H].
 
         x may be overwritten. lengths int64 [B]; cache [layers, 2, rows >= B, kv_heads, L, D], or
         such stacks of layers one after the other, is written at lengths[b] + t; rope: `rope` of at
-        least the positions that are reached. rows: see `ops.attend`.
+        least the positions that are reached. rows: see `cache_ops.attend`.
         """
         stacks = [cache] if isinstance(cache, Tensor) else cache
         pairs = [pair for stack in stacks for pair in stack]
 
         def attend(i: int, layer: FusedLayer, qkv: Tensor) -> Tensor:
-            return ops.attend(
+            return cache_ops.attend(
                 qkv, pairs[i][0], pairs[i][1], lengths, rope, workspace,
                 heads=self.heads, scale=self.scale, q_norm=layer.q_norm, k_norm=layer.k_norm,
                 eps=self.eps, causal=layer.causal, window=layer.window, rows=rows, ring=layer.ring,
@@ -166,7 +166,7 @@ class FusedDecoder:
         lengths: Tensor,
         cache: Tensor,
         rope: Tensor,
-        workspace: ops.Workspace,
+        workspace: row_ops.Workspace,
         *,
         taps: Sequence[int] = (),
         places: Tensor | None = None,
@@ -184,7 +184,7 @@ class FusedDecoder:
             norms = {"q_norm": layer.q_norm, "k_norm": None}
             if layer.k_norm is not None:
                 norms["k_norm"] = layer.k_norm[None]
-            ops.rotate_store(
+            cache_ops.rotate_store(
                 qkv, cache[i : i + 1], lengths, rope, heads=self.heads, eps=self.eps,
                 places=places, **norms,
             )  # fmt: skip
@@ -206,7 +206,9 @@ class FusedDecoder:
         with sdpa_kernel(_BACKENDS):
             return self._layers(x, attend, workspace, taps)
 
-    def _layers(self, x: Tensor, attend: Callable, workspace: ops.Workspace, taps: Sequence[int]):
+    def _layers(
+        self, x: Tensor, attend: Callable, workspace: row_ops.Workspace, taps: Sequence[int]
+    ):
         rows, hidden = x.shape
         features = x.new_empty(rows, len(taps) * hidden) if taps else None
         # x: the rows before a layer, but for what `delta` still adds to them (into `place`, which
@@ -217,18 +219,18 @@ class FusedDecoder:
             """Of the rows after their norm, `delta` included from here on."""
             nonlocal x, delta
             if delta is None:
-                return ops.linear(x, weight, workspace, norm=(norm, self.eps), **given)
-            normed = ops.rms_norm(x, norm, self.eps, delta, place)
+                return row_ops.linear(x, weight, workspace, norm=(norm, self.eps), **given)
+            normed = row_ops.rms_norm(x, norm, self.eps, delta, place)
             x, delta = place, None
-            return ops.linear(normed, weight, workspace, **given)
+            return row_ops.linear(normed, weight, workspace, **given)
 
         def residual(y: Tensor, weight: Tensor, out: Tensor | None) -> None:
             """Add a product to the rows, into `out`."""
             nonlocal x, delta, place
-            if ops.linear_plan(rows, *weight.shape, x) is None:
+            if row_ops.linear_plan(rows, *weight.shape, x) is None:
                 delta, place = F.linear(y, weight), torch.empty_like(x) if out is None else out
             else:
-                x = ops.linear(y, weight, workspace, residual=x, out=out)
+                x = row_ops.linear(y, weight, workspace, residual=x, out=out)
 
         private = True
         for i, layer in enumerate(self.layers):
@@ -304,7 +306,7 @@ class FusedTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] of rows before the final norm."""
-        return F.linear(ops.rms_norm(hidden, self.decoder.norm, self.decoder.eps), self.head)
+        return F.linear(row_ops.rms_norm(hidden, self.decoder.norm, self.decoder.eps), self.head)
 
 
 class FusedDrafter:
@@ -337,7 +339,7 @@ class FusedDrafter:
         self.context_kv = torch.cat([layer.qkv[skip:] for layer in layers])
 
     def hidden(self, rows: Tensor) -> Tensor:
-        return ops.rms_norm(rows, self.decoder.norm, self.decoder.eps)
+        return row_ops.rms_norm(rows, self.decoder.norm, self.decoder.eps)
 
     def store_context(
         self,
@@ -345,24 +347,24 @@ class FusedDrafter:
         lengths: Tensor,
         cache: Sequence[Tensor],
         rope: Tensor,
-        workspace: ops.Workspace,
-        rows: ops.Rows | None = None,
+        workspace: row_ops.Workspace,
+        rows: cache_ops.Rows | None = None,
         places: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> None:
         """Context keys and values of features [B * T, num_features * H] at lengths[b] + t.
 
         cache: stacks of layers as `RowCache.allocate` makes them. places, counts: see
-        `ops.rotate_store`; a ring takes a prompt only with counts.
+        `cache_ops.rotate_store`; a ring takes a prompt only with counts.
         """
-        c = ops.linear(features.to(self.fc.dtype), self.fc, workspace)
+        c = row_ops.linear(features.to(self.fc.dtype), self.fc, workspace)
         norm = (self.context_norm, self.decoder.eps)
-        kv = ops.linear(c, self.context_kv, workspace, norm=norm)
+        kv = row_ops.linear(c, self.context_kv, workspace, norm=norm)
         width, first = kv.shape[1] // len(self.k_norms), 0
         for stack in cache:
             last = first + len(stack)
             ring = self.decoder.layers[first].ring
-            ops.rotate_store(
+            cache_ops.rotate_store(
                 kv[:, first * width : last * width], stack, lengths, rope,
                 k_norm=self.k_norms[first:last], eps=self.decoder.eps, rows=rows, places=places,
                 ring=ring, counts=counts if ring else None,

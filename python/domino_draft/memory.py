@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from .cycle import LATE_PLACES, table_bytes
 from .drafter import DominoDrafter
 from .engine import PREFILL_TOKENS
-from .fused_ops import workspace_bytes
 from .requests import num_drafts as check_num_drafts
+from .row_ops import workspace_bytes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -3,7 +3,7 @@
 Chosen between cycles from what earlier ones accepted, never from the drafts at hand, so the law of
 the output stays the target's. 0 is among the choices: drafting turns itself off. In a large batch
 the target may verify fewer tokens than were drafted; which ones, the head's own probabilities say
-(`fused_ops.allot`). Drafts are argmaxes, functions of the text before them, and so is that choice.
+(`cache_ops.allot`). Drafts are argmaxes, functions of the text before them, and so is that choice.
 
 A cycle with k drafts tells what fewer would have kept, but not what more would: only the choices
 that the best one says nothing about are tried now and then, and for a stated share of the time.

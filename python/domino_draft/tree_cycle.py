@@ -14,7 +14,7 @@ from torch import Tensor
 
 from domino_kernels import TreePlan, build_tree, compact_accepted, kv_move, shortlist, verify_tree
 
-from . import fused_ops as ops
+from . import cache_ops
 from .cycle import Cycle
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class TreeCycle(Cycle):
     def run(self, rows: int, choice: Choice, greedy: bool) -> Tensor:
         lengths, anchors = self.cache.all_lengths[:rows], self.anchors[:rows]
         tree, law = self._tree(anchors, lengths)
-        nodes = ops.Rows(self.options.nodes, None, tree.positions, tree.mask)
+        nodes = cache_ops.Rows(self.options.nodes, None, tree.positions, tree.mask)
         drafts = tree.tokens[:, 1:].contiguous()
         x, features = self._forward(anchors, drafts, lengths, nodes, rows * nodes.tokens)
         logits = self.target.logits(x).view(rows, nodes.tokens, -1)

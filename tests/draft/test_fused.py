@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from domino_draft import DominoDrafter, RowCache, Target
-from domino_draft import fused_ops as ops
+from domino_draft import DominoDrafter, RowCache, Target, cache_ops, row_ops
 from domino_draft.fused import CannotFuse, FusedDrafter, FusedTarget, join_weights
 
 from .conftest import tiny_model
@@ -37,7 +36,7 @@ def stock(target, prompts, block):
 
 def fused(target, prompts, block):
     whole = FusedTarget(target)
-    decoder, workspace = whole.decoder, ops.Workspace(target.device)
+    decoder, workspace = whole.decoder, row_ops.Workspace(target.device)
     cache = RowCache(len(LENGTHS), 32, target.device)
     (kv,) = cache.allocate(len(decoder.layers), decoder.kv_heads, decoder.dim, target.dtype)
     rope = decoder.rope(64)
@@ -48,7 +47,7 @@ def fused(target, prompts, block):
     out += [whole.logits(x).view(*prompts.shape, -1), features.view(*prompts.shape, -1)]
     cache.advance(torch.tensor(LENGTHS, device=target.device), LENGTHS)
     drafts = block[:, 1:].contiguous()
-    x = ops.embed(block[:, 0].contiguous(), whole.embedding, block.shape[1], drafts=drafts)
+    x = cache_ops.embed(block[:, 0].contiguous(), whole.embedding, block.shape[1], drafts=drafts)
     x, features = decoder.run(x, cache.lengths, kv, rope, workspace, taps=TAPS)
     return [*out, whole.logits(x).view(*block.shape, -1), features.view(*block.shape, -1)]
 
@@ -98,7 +97,7 @@ def test_drafter(tiny_config, sliding, device):
     block = torch.randn(2, 4, 32, device=device)
     lengths = torch.tensor([9, 6], device=device)
 
-    whole, workspace = FusedDrafter(drafter), ops.Workspace(device)
+    whole, workspace = FusedDrafter(drafter), row_ops.Workspace(device)
     decoder = whole.decoder
     cache = torch.zeros(2, 2, 2, 2, 16, 16, device=device)
     rope = decoder.rope(32)

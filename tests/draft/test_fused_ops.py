@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from domino_draft import fused_ops as ops
+from domino_draft import cache_ops, row_ops
 
 
 def close(got, expected, tolerance):
@@ -19,16 +19,16 @@ def twin(function, *args, **kwargs):
     """The Torch algebra, in fp64 where a tensor is a float."""
     wide = [a.cpu().double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
     wide = [a.cpu() if torch.is_tensor(a) else a for a in wide]
-    kept = ops._interpret
-    ops._interpret = False
+    kept = row_ops._interpret
+    row_ops._interpret = False
     try:
         return function(*wide, **kwargs)
     finally:
-        ops._interpret = kept
+        row_ops._interpret = kept
 
 
 def check_linear(device, dtype, tolerance):
-    workspace = ops.Workspace(device)
+    workspace = row_ops.Workspace(device)
     torch.manual_seed(1)
     for rows, n, k in [(1, 40, 48), (5, 96, 80), (16, 64, 288), (33, 48, 64)]:
         x = torch.randn(rows, 2 * k, device=device, dtype=dtype)[:, :k]
@@ -38,23 +38,25 @@ def check_linear(device, dtype, tolerance):
         bias = torch.randn(n, device=device, dtype=dtype)
         residual = torch.randn(rows, 2 * n, device=device, dtype=dtype)[:, :n]
         cpu = lambda t: t.cpu().double()  # noqa: E731
-        got = ops.linear(x, weight, workspace, norm=norm, bias=bias)
+        got = row_ops.linear(x, weight, workspace, norm=norm, bias=bias)
         close(
-            got.cpu(), twin(ops.linear, x, weight, None, norm=wide_norm, bias=cpu(bias)), tolerance
+            got.cpu(),
+            twin(row_ops.linear, x, weight, None, norm=wide_norm, bias=cpu(bias)),
+            tolerance,
         )
-        got = ops.linear(x, weight, workspace, norm=norm, glu=True)
-        close(got.cpu(), twin(ops.linear, x, weight, None, norm=wide_norm, glu=True), tolerance)
-        expected = twin(ops.linear, x, weight, None, residual=cpu(residual))
+        got = row_ops.linear(x, weight, workspace, norm=norm, glu=True)
+        close(got.cpu(), twin(row_ops.linear, x, weight, None, norm=wide_norm, glu=True), tolerance)
+        expected = twin(row_ops.linear, x, weight, None, residual=cpu(residual))
         for splits, stream in ((1, False), (3, False), (1, True), (2, True)):
-            plan = ops.LinearPlan(32, 32, splits, 4, 3, stream)
+            plan = row_ops.LinearPlan(32, 32, splits, 4, 3, stream)
             if n % 64 == 0 and (stream or splits == 1):
-                got = ops.linear(x, weight, workspace, norm=norm, glu=True, plan=plan)
-                wide = twin(ops.linear, x, weight, None, norm=wide_norm, glu=True)
+                got = row_ops.linear(x, weight, workspace, norm=norm, glu=True, plan=plan)
+                wide = twin(row_ops.linear, x, weight, None, norm=wide_norm, glu=True)
                 close(got.cpu(), wide, tolerance)
             held = residual.clone()
             into = torch.empty(rows, 3 * n, device=device, dtype=dtype)[:, :n]
-            first = ops.linear(x, weight, workspace, residual=held, out=into, plan=plan)
-            second = ops.linear(x, weight, workspace, residual=held, out=held, plan=plan)
+            first = row_ops.linear(x, weight, workspace, residual=held, out=into, plan=plan)
+            second = row_ops.linear(x, weight, workspace, residual=held, out=held, plan=plan)
             close(first.cpu(), expected, tolerance)
             assert torch.equal(first, second)  # whatever the order of arrival
             assert not workspace.counters.any()
@@ -67,9 +69,9 @@ def check_large_rows(device):
     x[:, 5] = 3e4
     norm = torch.full((64,), 4.0, device=device, dtype=torch.float16)
     weight = torch.randn(48, 64, device=device, dtype=torch.float16) / 8
-    got = ops.linear(x, weight, ops.Workspace(device), norm=(norm, 1e-5))
+    got = row_ops.linear(x, weight, row_ops.Workspace(device), norm=(norm, 1e-5))
     wide = norm.cpu().double(), 1e-5
-    close(got.cpu(), twin(ops.linear, x, weight, None, norm=wide), 4e-3)
+    close(got.cpu(), twin(row_ops.linear, x, weight, None, norm=wide), 4e-3)
 
 
 def check_rows(device, dtype, tolerance):
@@ -77,14 +79,18 @@ def check_rows(device, dtype, tolerance):
     for rows, k in [(1, 32), (7, 100)]:
         x = torch.randn(rows, k + 4, device=device, dtype=dtype)[:, :k]
         weight = torch.randn(k, device=device, dtype=dtype)
-        close(ops.rms_norm(x, weight, 1e-6).cpu(), twin(ops.rms_norm, x, weight, 1e-6), tolerance)
+        close(
+            row_ops.rms_norm(x, weight, 1e-6).cpu(),
+            twin(row_ops.rms_norm, x, weight, 1e-6),
+            tolerance,
+        )
         delta, total = torch.randn(rows, k, device=device, dtype=dtype), torch.empty_like(x)
         wide = torch.empty(rows, k, dtype=torch.float64)
-        expected = twin(ops.rms_norm, x, weight, 1e-6, delta, wide)
-        close(ops.rms_norm(x, weight, 1e-6, delta, total).cpu(), expected, tolerance)
+        expected = twin(row_ops.rms_norm, x, weight, 1e-6, delta, wide)
+        close(row_ops.rms_norm(x, weight, 1e-6, delta, total).cpu(), expected, tolerance)
         close(total.cpu(), x.cpu().double() + delta.cpu().double(), tolerance)
         gates = torch.randn(rows, 2 * k, device=device, dtype=dtype)
-        close(ops.silu_mul(gates).cpu(), twin(ops.silu_mul, gates), tolerance)
+        close(row_ops.silu_mul(gates).cpu(), twin(row_ops.silu_mul, gates), tolerance)
 
 
 SHAPES = [  # tokens, heads, kv heads, dim
@@ -100,8 +106,8 @@ def check_attend(device, dtype, tolerance, forms, tokens, heads, kv_heads, dim):
     torch.manual_seed(tokens)
     lengths = torch.tensor([0, 5, 64, 99, 126], device=device)
     batch, room = 5, 128
-    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 160)
-    workspace = ops.Workspace(device)
+    rope = cache_ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 160)
+    workspace = row_ops.Workspace(device)
     for form in forms:
         form = dict(form)
         normed = form.pop("normed", False)
@@ -115,16 +121,18 @@ def check_attend(device, dtype, tolerance, forms, tokens, heads, kv_heads, dim):
         wide = {name: norm.cpu().double() for name, norm in given.items()}
         wide_keys, wide_values = keys.cpu().double(), values.cpu().double()
         expected = twin(
-            ops.attend, qkv, wide_keys, wide_values, lengths, rope, None, **settings, **wide
+            cache_ops.attend, qkv, wide_keys, wide_values, lengths, rope, None, **settings, **wide
         )
         inside = lengths.cpu()[:, None] + torch.arange(tokens) < room
         if not form.get("causal", True):
             inside &= inside[:, -1:]  # a block that reaches over the end is not seen whole
         # On a GPU each is a compilation: the one with more parts than a small batch is given.
-        plans = [ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1), None]
+        plans = [cache_ops.AttendPlan(16, 32, 1, 4, 2), cache_ops.AttendPlan(32, 16, 4, 4, 1), None]
         for plan in plans if device == "cpu" else plans[1:]:
             k, v = keys.clone(), values.clone()
-            got = ops.attend(qkv, k, v, lengths, rope, workspace, plan=plan, **settings, **given)
+            got = cache_ops.attend(
+                qkv, k, v, lengths, rope, workspace, plan=plan, **settings, **given
+            )
             shape = (batch, tokens, heads * dim)
             close(got.cpu().view(shape)[inside], expected.view(shape)[inside], tolerance)
             assert not workspace.counters.any()
@@ -156,28 +164,30 @@ def check_rows_of_their_own(device, dtype, tolerance, tokens, form):
     torch.manual_seed(tokens)
     heads, kv_heads, dim, batch, room = 4, 2, 16, 4, 128
     lengths = torch.tensor([0, 5, 64, 80], device=device)
-    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 160)
+    rope = cache_ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 160)
     total, starts, window = batch * tokens, None, None
     if form == "ragged":
         starts = torch.tensor([0, 1, 1 + tokens, 3 + tokens, 7 + tokens], dtype=torch.int32)
         total = int(starts[-1])
-        rows = ops.Rows(tokens, starts.to(device))
-        cpu = ops.Rows(tokens, starts)
+        rows = cache_ops.Rows(tokens, starts.to(device))
+        cpu = cache_ops.Rows(tokens, starts)
     else:
         window = 7 if form == "sliding tree" else None
         depths, mask = random_trees(batch, tokens)
         positions = lengths.cpu()[:, None] + depths
-        rows = ops.Rows(tokens, None, positions.to(device), mask.to(device))
-        cpu = ops.Rows(tokens, None, positions, mask)
+        rows = cache_ops.Rows(tokens, None, positions.to(device), mask.to(device))
+        cpu = cache_ops.Rows(tokens, None, positions, mask)
     qkv = torch.randn(total, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
     keys, values = torch.randn(2, batch, kv_heads, room, dim, device=device, dtype=dtype)
     settings = dict(heads=heads, scale=dim**-0.5, window=window)
     wide = keys.cpu().double(), values.cpu().double()
-    expected = twin(ops.attend, qkv, *wide, lengths, rope, None, rows=cpu, **settings)
-    workspace = ops.Workspace(device)
-    for plan in (ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1)):
+    expected = twin(cache_ops.attend, qkv, *wide, lengths, rope, None, rows=cpu, **settings)
+    workspace = row_ops.Workspace(device)
+    for plan in (cache_ops.AttendPlan(16, 32, 1, 4, 2), cache_ops.AttendPlan(32, 16, 4, 4, 1)):
         k, v = keys.clone(), values.clone()
-        got = ops.attend(qkv, k, v, lengths, rope, workspace, rows=rows, plan=plan, **settings)
+        got = cache_ops.attend(
+            qkv, k, v, lengths, rope, workspace, rows=rows, plan=plan, **settings
+        )
         close(got.cpu(), expected, tolerance)
         close(k.cpu(), wide[0], tolerance)
         close(v.cpu(), wide[1], tolerance)
@@ -186,13 +196,13 @@ def check_rows_of_their_own(device, dtype, tolerance, tokens, form):
     cache = torch.zeros(1, 2, batch, kv_heads, room, dim, device=device, dtype=dtype)
     wide = cache.cpu().double()
     context = qkv[:, heads * dim :].contiguous()
-    twin(ops.rotate_store, context, wide, lengths, rope, rows=cpu)
-    ops.rotate_store(context, cache, lengths, rope, rows=rows)
+    twin(cache_ops.rotate_store, context, wide, lengths, rope, rows=cpu)
+    cache_ops.rotate_store(context, cache, lengths, rope, rows=rows)
     close(cache.cpu(), wide, tolerance)
     table = torch.randn(31, 24, device=device)
     anchors = torch.randint(0, 31, (batch,), device=device)
     drafts = torch.randint(-1, 31, (batch, tokens - 1), device=device)
-    got = ops.embed(anchors, table, tokens, drafts=drafts, starts=rows.starts, total=total)
+    got = cache_ops.embed(anchors, table, tokens, drafts=drafts, starts=rows.starts, total=total)
     ids = torch.cat([anchors[:, None], drafts.clamp(min=0)], 1).cpu()
     counts = (starts[1:] - starts[:-1]).tolist()
     wanted = torch.cat([row[:n] for row, n in zip(ids, counts)])
@@ -204,7 +214,7 @@ def check_rotate_store(device, dtype, tolerance):
     torch.manual_seed(3)
     kv_heads, room, dim, batch, tokens = 3, 24, 16, 3, 5
     lengths = torch.tensor([0, 9, 21], device=device)
-    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 40)
+    rope = cache_ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), 40)
     for layers, heads, normed in [(1, 6, True), (1, 6, False), (2, 0, True)]:
         shape = layers, 2, batch + 1, kv_heads, room, dim
         cache = torch.zeros(shape, device=device, dtype=dtype)
@@ -217,8 +227,8 @@ def check_rotate_store(device, dtype, tolerance):
         settings = dict(heads=heads, eps=1e-6)
         places = torch.tensor([3, -1, 0]) if normed else None
         wide["places"], given["places"] = places, None if places is None else places.to(device)
-        twin(ops.rotate_store, wide_qkv, wide_cache, lengths, rope, **settings, **wide)
-        ops.rotate_store(qkv, cache, lengths, rope, **settings, **given)
+        twin(cache_ops.rotate_store, wide_qkv, wide_cache, lengths, rope, **settings, **wide)
+        cache_ops.rotate_store(qkv, cache, lengths, rope, **settings, **given)
         assert places is None or not (wide_cache[:, :, 1:3].any() or cache[:, :, 1:3].any())
         assert wide_cache.any()
         close(cache.cpu(), wide_cache, tolerance)
@@ -232,8 +242,8 @@ def check_ring(device, dtype, tolerance):
     length = window + tokens - 1
     lengths = torch.tensor([0, 3, 10, 11, 41, 86], device=device)
     batch = len(lengths)
-    rope = ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), room)
-    workspace = ops.Workspace(device)
+    rope = cache_ops.rope_table(1e4 ** (-torch.arange(0, dim, 2, device=device) / dim), room)
+    workspace = row_ops.Workspace(device)
     settings = dict(heads=heads, scale=dim**-0.5, window=window)
     qkv = torch.randn(batch * tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
     whole = torch.randn(2, batch, kv_heads, room, dim, device=device, dtype=dtype)
@@ -244,12 +254,18 @@ def check_ring(device, dtype, tolerance):
     for causal in (True, False):
         form = settings | dict(causal=causal)
         wide, kept = whole.cpu().double(), ring.cpu().double()
-        expected = twin(ops.attend, qkv, *wide, lengths, rope, None, **form)
-        close(twin(ops.attend, qkv, *kept, lengths, rope, None, ring=True, **form), expected, 1e-6)
-        plans = [ops.AttendPlan(16, 32, 1, 4, 2), ops.AttendPlan(32, 16, 4, 4, 1), None]
+        expected = twin(cache_ops.attend, qkv, *wide, lengths, rope, None, **form)
+        close(
+            twin(cache_ops.attend, qkv, *kept, lengths, rope, None, ring=True, **form),
+            expected,
+            1e-6,
+        )
+        plans = [cache_ops.AttendPlan(16, 32, 1, 4, 2), cache_ops.AttendPlan(32, 16, 4, 4, 1), None]
         for plan in plans if device == "cpu" else plans[1:]:
             held = ring.clone()
-            got = ops.attend(qkv, *held, lengths, rope, workspace, plan=plan, ring=True, **form)
+            got = cache_ops.attend(
+                qkv, *held, lengths, rope, workspace, plan=plan, ring=True, **form
+            )
             close(got.cpu(), expected, tolerance)
             for cache in (held, kept):
                 for row, end in enumerate(lengths.tolist()):
@@ -257,7 +273,9 @@ def check_ring(device, dtype, tolerance):
                         place = cache[:, row, :, position % length].cpu()
                         close(place, wide[:, row, :, position], tolerance)
     with pytest.raises(ValueError, match="attend: ring: got 11 places for a window of 8"):
-        ops.attend(qkv, *ring, lengths, rope, workspace, ring=True, **settings | dict(window=8))
+        cache_ops.attend(
+            qkv, *ring, lengths, rope, workspace, ring=True, **settings | dict(window=8)
+        )
 
     # Context of layers 1 and 2 of three; prompts longer than the ring, some of them padded.
     width, tokens = 2 * kv_heads * dim, 14
@@ -270,7 +288,7 @@ def check_ring(device, dtype, tolerance):
         given = dict(eps=1e-6, counts=counts.cpu(), k_norm=norms.cpu().double())
         whole = torch.zeros(2, 2, batch, kv_heads, room, dim, dtype=torch.float64)
         at = None if place is None else place.cpu()
-        twin(ops.rotate_store, kv, whole, start, rope, places=at, **given | dict(counts=None))
+        twin(cache_ops.rotate_store, kv, whole, start, rope, places=at, **given | dict(counts=None))
         expected = begin.cpu().double()
         for row, (first, count) in enumerate(zip(start.tolist(), counts.tolist())):
             to = row if place is None else place[row]
@@ -278,13 +296,13 @@ def check_ring(device, dtype, tolerance):
                 if to >= 0:
                     expected[:, :, to, :, position % length] = whole[:, :, to, :, position]
         wide = begin.cpu().double()
-        twin(ops.rotate_store, kv, wide, start, rope, places=at, ring=True, **given)
+        twin(cache_ops.rotate_store, kv, wide, start, rope, places=at, ring=True, **given)
         close(wide, expected, 1e-6)
         given = dict(eps=1e-6, counts=counts, k_norm=norms)
-        ops.rotate_store(kv, begin, start, rope, places=place, ring=True, **given)
+        cache_ops.rotate_store(kv, begin, start, rope, places=place, ring=True, **given)
         close(begin.cpu(), expected, tolerance)
     with pytest.raises(ValueError, match="rotate_store: counts: got None, expected some with 14"):
-        ops.rotate_store(kv, begin, lengths, rope, ring=True)
+        cache_ops.rotate_store(kv, begin, lengths, rope, ring=True)
 
 
 def check_allot(device):
@@ -296,8 +314,8 @@ def check_allot(device):
         limits = torch.full((rows,), 9)
         if rows > 3:
             limits[1], log_probs[2, 2] = 0, float("nan")
-        wanted = twin(ops.allot, log_probs.float(), limits, total)
-        got = ops.allot(log_probs.to(device), limits.to(device), total)
+        wanted = twin(cache_ops.allot, log_probs.float(), limits, total)
+        got = cache_ops.allot(log_probs.to(device), limits.to(device), total)
         assert got.tolist() == wanted.tolist()
         counts = (wanted[1:] - wanted[:-1]).tolist()
         assert sum(counts) == total and min(counts) >= 1 and max(counts) <= drafts + 1
@@ -313,9 +331,9 @@ def check_ends(device):
     table = torch.randn(11, 24, device=device)
     anchors = torch.tensor([3, 10], device=device)
     drafts = torch.tensor([[4, -1], [0, 9]], device=device)
-    got = ops.embed(anchors, table, 3, drafts=drafts)
+    got = cache_ops.embed(anchors, table, 3, drafts=drafts)
     assert torch.equal(got, table[torch.tensor([3, 4, 0, 10, 0, 9], device=device)])
-    got = ops.embed(anchors, table, 3, mask_id=7)
+    got = cache_ops.embed(anchors, table, 3, mask_id=7)
     assert torch.equal(got, table[torch.tensor([3, 7, 7, 10, 7, 7], device=device)])
 
     tokens = torch.tensor([[4, 8, -1], [-1, -1, -1], [1, 2, 3]], device=device)
@@ -325,14 +343,14 @@ def check_ends(device):
     lengths = torch.tensor([7, 5, 20], device=device)
     limits = torch.tensor([30, 30, 21], device=device)
     anchors, line = torch.zeros_like(lengths), torch.zeros(3, 5, dtype=torch.int64, device=device)
-    ops.commit(result, anchors, lengths, limits, line)
+    cache_ops.commit(result, anchors, lengths, limits, line)
     assert anchors.tolist() == [8, 0, 3] and lengths.tolist() == [9, 6, 21]
     assert line.tolist() == [[1, 0, 4, 8, -1], [0, 1, -1, -1, -1], [2, 0, 1, 2, 3]]
     for width in (40, 4100):  # one block of a row, and more
         features = torch.randn(3, width, device=device)
         held = torch.zeros(4, 2, width, device=device)
         turns = torch.tensor([0, 1, 2, 1], device=device)  # the third row's places are full
-        ops.commit(result, anchors, lengths, limits, line, (features, held, turns))
+        cache_ops.commit(result, anchors, lengths, limits, line, (features, held, turns))
         wanted = torch.zeros_like(held)
         wanted[0, 0], wanted[1, 1] = features[0], features[1]
         assert torch.equal(held, wanted) and turns.tolist() == [1, 2, 3, 1]
@@ -354,7 +372,7 @@ def check_all(device, dtype, tolerance):
 
 
 if __name__ == "__main__":
-    ops._interpret = True
+    row_ops._interpret = True
     check_all("cpu", torch.float32, 4e-6)
     check_large_rows("cpu")
     check_ends("cpu")

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from ..cache import RowCache
+from ..cache_ops import embed
 from ..files import replacing
 from ..fused import FusedTarget
-from ..fused_ops import Workspace, embed
+from ..row_ops import Workspace
 from ..target import Target
 from .data import read_arrays
 

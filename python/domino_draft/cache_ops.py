@@ -1,258 +1,21 @@
-"""The steps of a decoder layer in few launches: Triton on a GPU, the same algebra in Torch off it.
+"""The steps of a decoder layer over static caches, and a cycle's two ends: Triton on a GPU, the
+same algebra in Torch off it.
 
-Nothing here synchronises or depends on the values of a tensor for its launch, so all of it can be
-captured. The kernels and what they fuse: domino_kernels/triton_kernels/decoder_*.py.
+Captured like those of row_ops.py. The kernels: domino_kernels/triton_kernels/decoder_cache.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import held_positions
+from .row_ops import Workspace, on_triton, overlap, pow2
 
-SKINNY_ROWS = 16  # up to here our own product, beyond it the library's with the steps apart
-
-
-_interpret = False  # tests only: run the kernels on CPU tensors, under Triton's interpreter
-
-
-def _triton(x: Tensor) -> bool:
-    return x.is_cuda or _interpret
-
-
-def _pow2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-_PARTIALS, _COUNTERS = 1 << 22, 1 << 14
 _PROGRAMS = 100  # that a launch should have at least, for a GPU of some hundred multiprocessors
-
-
-def workspace_bytes(device: torch.device) -> int:
-    return 4 * (_PARTIALS + _COUNTERS) if device.type == "cuda" else 0
-
-
-class Workspace:
-    """Partial sums and arrival counters of split launches; one stream of work uses it at a time."""
-
-    def __init__(
-        self, device: torch.device | str, floats: int = _PARTIALS, counters: int = _COUNTERS
-    ):
-        on = torch.device(device).type == "cuda" or _interpret
-        self.partial = torch.empty(floats if on else 0, dtype=torch.float32, device=device)
-        # A launch leaves its counters as it found them: at zero.
-        self.counters = torch.zeros(counters if on else 0, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """Tile sizes of `linear_kernel` or, for a large weight, `stream_kernel`.
-
-    ahead: lines (128 bytes) of each row of the weight that `linear_kernel` asks for before the
-    launch in front has ended; a power of two.
-    """
-
-    block_n: int
-    block_k: int
-    splits: int
-    warps: int
-    stages: int
-    stream: bool = False
-    ahead: int = 4
-
-
-@cache
-def _overlap(device: torch.device) -> dict[str, bool]:
-    """How a launch may begin before the one in front of it has ended."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
-
-
-@cache
-def _streams(device: torch.device) -> bool:
-    """Whether the GPU has TMA and the shared memory that `stream_kernel` asks for."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-def linear_plan(rows: int, n: int, k: int, x: Tensor) -> LinearPlan | None:
-    """For a weight [n, k] and rows of x's kind. None: the library's product, the steps apart."""
-    if not _triton(x) or rows > SKINNY_ROWS or x.element_size() > 2:
-        return None
-    if n * k <= 1 << 22:  # the launch is what it costs
-        return LinearPlan(16, 256, 1, 2, 3)
-    if n % 64 or k % 128 or not _streams(x.device):
-        return None
-    # A large weight: the library streams it as fast, with a launch more before or behind it.
-    splits = 2 if n <= 66 * 64 else 1
-    return LinearPlan(64, 128, splits, 4, 6 if splits > 1 else 5, stream=True)
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    workspace: Workspace,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    glu: bool = False,
-    out: Tensor | None = None,
-    plan: LinearPlan | None = None,
-) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, with its neighbours in a layer.
-
-    norm: (weight [K], eps) of an RMSNorm that x passes first. glu: weight holds gate rows, then up
-    rows, and the result is silu(gate) * up, [M, N / 2]. residual [M, N] is added; it may be out.
-    Rows of x, residual and out may be strided.
-    """
-    rows, k = x.shape
-    n = weight.shape[0] // 2 if glu else weight.shape[0]
-    if plan is None:
-        plan = linear_plan(rows, n, k, x)
-    if plan is None:
-        return _linear_apart(x, weight, norm, bias, residual, glu, out)
-    if out is None:
-        out = x.new_empty(rows, n)
-    from domino_kernels.triton_kernels.decoder_rows import linear_kernel, stream_kernel
-
-    # The kernel multiplies by the norm's weight before it divides by the norm: fp16 may overflow.
-    if norm is not None and (plan.stream or x.dtype == torch.float16):
-        x, norm = rms_norm(x, *norm), None
-    block_m = max(16, min(_pow2(rows), 64))
-    grid = (-(-n // plan.block_n), plan.splits, -(-rows // block_m))
-    overlap = _overlap(x.device)
-    if plan.stream:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        stream_kernel[grid](
-            TensorDescriptor.from_tensor(x, [block_m, plan.block_k]),
-            TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]),
-            out, bias if bias is not None else x, residual if residual is not None else x,
-            workspace.partial, workspace.counters, rows, n, k, out.stride(0),
-            residual.stride(0) if residual is not None else 0,
-            BIAS=bias is not None, RESIDUAL=residual is not None, GLU=glu, SPLITS=plan.splits,
-            BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-            num_warps=plan.warps, num_stages=plan.stages, **overlap,
-        )  # fmt: skip
-        return out
-    linear_kernel[grid](
-        x, weight, out, norm[0] if norm else x, bias if bias is not None else x,
-        residual if residual is not None else x, workspace.partial, workspace.counters,
-        rows, n, k, x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
-        norm[1] if norm else 0.0,
-        NORM=norm is not None, BIAS=bias is not None, RESIDUAL=residual is not None, GLU=glu,
-        SPLITS=plan.splits, AHEAD=plan.ahead if overlap["PDL"] else 0, BLOCK_M=block_m,
-        BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        num_warps=plan.warps, num_stages=plan.stages, **overlap,
-    )  # fmt: skip
-    return out
-
-
-def _linear_apart(x, weight, norm, bias, residual, glu, out):
-    if norm is not None:
-        x = rms_norm(x, *norm)
-    y = F.linear(x, weight, bias)
-    if glu:
-        y = silu_mul(y)
-    if out is None:
-        return y if residual is None else y + residual
-    return out.copy_(y if residual is None else y + residual)
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, total: Tensor | None = None
-) -> Tensor:
-    """x [M, K] / rms(x) * weight; rows may be strided.
-
-    delta [M, K], contiguous: it is added to x first, and total [M, K], maybe x, gets the sum.
-    """
-    rows, k = x.shape
-    out = x.new_empty(rows, k)
-    if not _triton(x):
-        if delta is not None:
-            x = total.copy_(x + delta)
-        wide = x.float()
-        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return out.copy_(wide * factor * weight.float())
-    from domino_kernels.triton_kernels.decoder_rows import rms_norm_kernel
-
-    block = _pow2(k)
-    rms_norm_kernel[(rows,)](
-        x, weight, out, x if delta is None else delta, x if delta is None else total,
-        k, x.stride(0), k, 0 if delta is None else total.stride(0), eps,
-        DELTA=delta is not None, BLOCK_K=block,
-        num_warps=min(16, max(4, block >> 9)), **_overlap(x.device),
-    )  # fmt: skip
-    return out
-
-
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A weight [N, K] in e4m3 with a scale a row, for products that only propose."""
-
-    values: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Fp8Weight:
-        n, k = weight.shape
-        if n % 16 or k % 16:
-            raise ValueError(f"Fp8Weight: weight: got {n} x {k}, expected multiples of 16")
-        values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.device)
-        scale = torch.empty(n, 1, dtype=torch.float32, device=weight.device)
-        for first in range(0, n, 1 << 14):  # in fp32 the whole would be twice the model's
-            part = slice(first, first + (1 << 14))
-            values[part], scale[part] = quantise_rows(weight[part])
-        return cls(values, scale)
-
-    def product(self, x: Tensor) -> Tensor:
-        """x [M, K] times it transposed, in the dtype of x; x is rounded to e4m3 by rows as well."""
-        rows = x.shape[0]
-        if not x.is_cuda:
-            q, scale = quantise_rows(x)
-            wide = (q.float() * scale) @ (self.values.float() * self.scale).t()
-            return wide.to(x.dtype)
-        # With 15 rows it takes a third longer than with 16; what the last row holds is not read.
-        q, scale = quantise_rows(x, places=rows + -rows % 16)
-        y = torch._scaled_mm(
-            q, self.values.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
-        )
-        return y[:rows].to(x.dtype)
-
-
-def quantise_rows(x: Tensor, places: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] in e4m3, and the scale of each row [M, 1]; places: of so many rows, on a GPU."""
-    rows, k = x.shape
-    if not x.is_cuda:
-        wide = x.float()
-        scale = (wide.abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
-        return (wide / scale).to(torch.float8_e4m3fn), scale
-    from domino_kernels.triton_kernels.decoder_rows import quantise_rows_kernel
-
-    q = torch.empty(places or rows, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(places or rows, 1, dtype=torch.float32, device=x.device)
-    overlap = _overlap(x.device)
-    quantise_rows_kernel[(rows,)](x, q, scale, k, BLOCK_K=_pow2(k), num_warps=8, **overlap)
-    return q, scale
-
-
-def silu_mul(x: Tensor) -> Tensor:
-    """silu of the first half of x [M, 2N], times its second half."""
-    rows, n = x.shape[0], x.shape[1] // 2
-    if not _triton(x):
-        gate, up = x.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(x.dtype)
-    from domino_kernels.triton_kernels.decoder_rows import silu_mul_kernel
-
-    out = x.new_empty(rows, n)
-    grid = rows, -(-n // 1024)
-    silu_mul_kernel[grid](x, out, n, BLOCK=1024, num_warps=4, **_overlap(x.device))
-    return out
 
 
 def rope_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> Tensor:
@@ -319,7 +82,7 @@ def attend(
         )
     group = heads // kv_heads
     out = qkv.new_empty(qkv.shape[0], heads * dim)
-    if not _triton(qkv):
+    if not on_triton(qkv):
         return _attend_torch(
             qkv, keys, values, lengths, rope, out, heads, scale, q_norm, k_norm, eps, causal,
             window, rows, ring,
@@ -328,7 +91,7 @@ def attend(
 
     if plan is None:
         plan = attend_plan(batch, tokens, group, kv_heads, dim, room, qkv.element_size())
-    block_d = max(16, _pow2(dim))
+    block_d = max(16, pow2(dim))
     tiles = -(-group * tokens // plan.block_m)
     parts = batch * kv_heads * tiles * plan.splits
     if plan.splits > 1 and (
@@ -344,9 +107,9 @@ def attend(
         NORM=q_norm is not None, WINDOW=window or 0, RING=ring,
         RAGGED=rows.starts is not None, TREE=rows.mask.shape[2] if rows.mask is not None else 0,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, SPLIT=plan.splits > 1,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=max(16, _pow2(tokens)),
-        BLOCK_H=max(16, _pow2(dim // 2)), BLOCK_D=block_d,
-        num_warps=plan.warps, num_stages=plan.stages, **_overlap(qkv.device),
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_T=max(16, pow2(tokens)),
+        BLOCK_H=max(16, pow2(dim // 2)), BLOCK_D=block_d,
+        num_warps=plan.warps, num_stages=plan.stages, **overlap(qkv.device),
     )  # fmt: skip
     return out
 
@@ -372,7 +135,7 @@ class Rows:
 
     def ragged(self, batch: int) -> int:
         """What the kernels look a token's row up in: a power of two, or 0."""
-        return 0 if self.starts is None else _pow2(batch)
+        return 0 if self.starts is None else pow2(batch)
 
     def places(self, total: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """(row, token in it) int64 [total] of every token."""
@@ -401,7 +164,7 @@ def attend_plan(
     queries = group * tokens
     block_m = 16
     if batch * kv_heads * -(-queries // 16) > _PROGRAMS:  # enough: rather share the keys
-        block_m = max(16, min(_pow2(queries), 64))
+        block_m = max(16, min(pow2(queries), 64))
     programs = batch * kv_heads * -(-queries // block_m)
     most, enough, splits = (4, 2 * _PROGRAMS, 1) if tokens > 4 else (8, _PROGRAMS, 1)
     while programs * splits < enough and 128 * splits < room and splits < most:
@@ -501,7 +264,7 @@ def rotate_store(
             f"rotate_store: counts: got None, expected some with {rows.tokens} tokens a row and a "
             f"ring of {room} places"
         )
-    if not _triton(qkv):
+    if not on_triton(qkv):
         row, token = rows.places(total, lengths)
         at = lengths[row] + token
         place = row if places is None else places[row]
@@ -534,8 +297,8 @@ def rotate_store(
         RING=ring, COUNTED=counts is not None,
         LAYERS=qkv.stride(0) // ((heads + 2 * kv_heads) * dim),  # of a token's row
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
-        BLOCK_Q=_pow2(heads), BLOCK_R=_pow2(kv_heads), BLOCK_H=_pow2(dim // 2),
-        BLOCK_D=_pow2(dim), num_warps=4, **_overlap(qkv.device),
+        BLOCK_Q=pow2(heads), BLOCK_R=pow2(kv_heads), BLOCK_H=pow2(dim // 2),
+        BLOCK_D=pow2(dim), num_warps=4, **overlap(qkv.device),
     )  # fmt: skip
 
 
@@ -554,7 +317,7 @@ def embed(
     batch, hidden = anchors.shape[0], table.shape[1]
     rows = Rows(tokens, starts)
     total = batch * tokens if total is None else total
-    if not _triton(table):
+    if not on_triton(table):
         ids = anchors.new_full((batch, tokens), mask_id)
         ids[:, 0] = anchors
         if drafts is not None:
@@ -567,7 +330,7 @@ def embed(
     embed_kernel[(total,)](
         anchors, drafts if drafts is not None else anchors, table, out, rows.tensors(anchors)[0],
         mask_id, hidden, table.shape[0], tokens, batch, RAGGED=rows.ragged(batch),
-        MASKED=drafts is None, BLOCK_K=_pow2(hidden), num_warps=4, **_overlap(table.device),
+        MASKED=drafts is None, BLOCK_K=pow2(hidden), num_warps=4, **overlap(table.device),
     )  # fmt: skip
     return out
 
@@ -588,7 +351,7 @@ def commit(
     turn P on nothing is kept.
     """
     drafts = result.tokens.shape[1] - 1
-    if not _triton(anchors):
+    if not on_triton(anchors):
         accepted = result.num_accepted.long()[:, None]
         line.copy_(torch.cat((accepted, result.status.long()[:, None], result.tokens), dim=1))
         anchors.copy_(result.tokens.gather(1, accepted)[:, 0].clamp(min=0))
@@ -607,8 +370,8 @@ def commit(
     commit_kernel[(anchors.shape[0],)](
         result.tokens, result.num_accepted, result.status, anchors, lengths, limits, line, drafts,
         features, places, turns, room, width,
-        LATE=late is not None, BLOCK=_pow2(drafts + 1), BLOCK_W=min(_pow2(width), 4096),
-        num_warps=1 if late is None else 4, **_overlap(anchors.device),
+        LATE=late is not None, BLOCK=pow2(drafts + 1), BLOCK_W=min(pow2(width), 4096),
+        num_warps=1 if late is None else 4, **overlap(anchors.device),
     )  # fmt: skip
 
 
@@ -621,7 +384,7 @@ def allot(log_probs: Tensor, limits: Tensor, total: int) -> Tensor:
     """
     rows, drafts = log_probs.shape
     starts = torch.empty(rows + 1, dtype=torch.int32, device=log_probs.device)
-    if not _triton(log_probs):
+    if not on_triton(log_probs):
         chance = log_probs.clamp(max=0).nan_to_num(nan=-100.0).clamp(min=-100).cumsum(1)
         chance = chance.masked_fill((limits <= 0)[:, None], -1e5).t().flatten()
         order = chance.argsort(descending=True, stable=True)[: total - rows] % rows
@@ -633,6 +396,6 @@ def allot(log_probs: Tensor, limits: Tensor, total: int) -> Tensor:
 
     allot_kernel[(1,)](
         log_probs, limits, starts, rows, drafts, total,
-        BLOCK_K=_pow2(drafts), BLOCK_B=_pow2(rows), num_warps=4, **_overlap(log_probs.device),
+        BLOCK_K=pow2(drafts), BLOCK_B=pow2(rows), num_warps=4, **overlap(log_probs.device),
     )  # fmt: skip
     return starts
