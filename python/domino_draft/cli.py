@@ -173,7 +173,9 @@ def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
     if prompt is not None and file is not None:
         raise click.UsageError("give PROMPT or --file, not both")
     if file is not None:
-        prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line]
+        from .files import lines_of
+
+        prompts = [line for line in lines_of(file) if line]
     elif prompt is None or prompt == "-":
         if sys.stdin.isatty():
             raise click.UsageError("no prompt: give PROMPT, --file, or text on the standard input")

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .files import lines_of
+
 if TYPE_CHECKING:
     from .drafter import Drafter
     from .target import Target
@@ -133,10 +135,9 @@ def load_prompts(
         ValueError: a name in `sets` that is not in the file, a second turn without its first, a
             line that is no prompt (named), an id that comes twice, or no prompt at all.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
     rows = [
         _read_prompt(line, f"{Path(path).name}:{number}")
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(lines_of(path), 1)
         if line.strip()
     ]
     if not rows:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all, and lines of text files."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def lines_of(path: str | os.PathLike) -> list[str]:
+    """Lines of a UTF-8 file. Only line feeds end them (or CR LF): `str.splitlines` also splits at
+    U+2028 and the like, which stand in the strings of valid JSON.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: got {error}, expected text in UTF-8") from None

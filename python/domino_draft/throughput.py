@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .engine import Engine
 from .evaluate import TARGET, environment
+from .files import lines_of, replacing
 from .smollm2 import chat_prompt
 from .tree import TreeOptions
 
@@ -35,7 +36,7 @@ def load_prompts(path: str | Path, tokenizer, chat: bool, limit: int | None) -> 
         ValueError: no prompt is left, or a line is none (the file and the line are named).
     """
     found: list[list[int]] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if not line.strip() or (limit is not None and len(found) == limit):
             continue
         try:
@@ -44,8 +45,10 @@ def load_prompts(path: str | Path, tokenizer, chat: bool, limit: int | None) -> 
             raise ValueError(f"{path}:{number}: got no JSON: {error}") from None
         row = row if isinstance(row, dict) else {}
         text = row.get("text", row.get("prompt"))
-        if row.get("ids"):
-            found.append(row["ids"])
+        if ids := row.get("ids"):
+            if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+                raise ValueError(f"{path}:{number}: ids: got {ids!r}, expected token ids")
+            found.append(ids)
         elif row.get("after"):
             continue
         elif row.get("messages"):
@@ -266,4 +269,5 @@ def plot(report: Mapping[str, Any], path: str | Path) -> None:
     for axes in (speed, lengths):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary)

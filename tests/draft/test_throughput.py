@@ -62,6 +62,7 @@ def test_prompts_of_every_form(tmp_path, tokenizer):
         ('{"text": ""}', r"prompts.jsonl:1: got none of ids"),
         ("[1, 2]", r"prompts.jsonl:1: got none of ids"),
         ("\n", "got no prompt"),
+        ('{"ids": [1, "2"]}', r"prompts.jsonl:1: ids: got \[1, '2'\], expected token ids"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -87,6 +88,32 @@ def test_command(folders, tmp_path):
     assert "| 2 | ngram@3 | 10 |" in table[8] and table[8].endswith("| 100.0% |")
     drawn = (tmp_path / "out.svg").read_text()
     assert drawn.startswith("<?xml") and drawn.count("line2d") > 8
+
+
+def test_a_line_separator_in_a_prompt_is_text(tokenizer, tmp_path):
+    from domino_draft import evaluate
+
+    text = "a\u2028b"
+    row = {"set": "s", "id": "a", "text": text, "ids": [3]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    assert throughput.load_prompts(tmp_path / "p.jsonl", tokenizer, True, None) == [[3]]
+    assert [row.text for row in evaluate.load_prompts(tmp_path / "p.jsonl")] == [text]
+
+
+def test_a_plot_that_breaks_off_leaves_the_old_one(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def half(self, path):
+        path.write_text("half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(figure, "savefig", half)
+    (tmp_path / "a.svg").write_text("old")
+    row = {"batch": 1, "drafter": throughput.TARGET, "tokens_per_second": 1.0, "accepted": []}
+    report = {"run": {"device": "cpu", "dtype": "float32", "prompts": 1}, "rows": [row]}
+    with pytest.raises(OSError, match="no space"):
+        throughput.plot(report, tmp_path / "a.svg")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.svg", "old")]
 
 
 def test_trees_need_the_fused_layers(folders, tmp_path):
