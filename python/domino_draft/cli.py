@@ -6,9 +6,11 @@ Torch is imported by the commands, not by this module.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 try:
@@ -26,7 +28,9 @@ class _Commands(click.Group):
         except (click.exceptions.Exit, click.Abort):
             raise
         except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
-            if os.environ.get("DOMINO_DEBUG"):
+            # A reader that has gone (`| head`) is nothing to report: click leaves quietly.
+            gone = isinstance(error, OSError) and error.errno == errno.EPIPE
+            if gone or os.environ.get("DOMINO_DEBUG"):
                 raise
             raise click.ClickException(str(error)) from error
 
@@ -66,6 +70,23 @@ _SAMPLING = _options(
     click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True),
     click.option("--seed", type=int, default=0, show_default=True),
 )
+
+
+class _Drafts(click.ParamType):
+    name = "integer|auto"
+
+    def convert(self, value, param, ctx):
+        if value == "auto" or isinstance(value, int):
+            return value
+        if not value.isdecimal() or int(value) < 1:
+            self.fail(f"{value!r} is neither a number above 0 nor auto", param, ctx)
+        return int(value)
+
+
+_DRAFTS = click.option(
+    "--num-drafts", type=_Drafts(), default=None,
+    help="Proposals a cycle; auto: as many as pay, on a GPU.",
+)  # fmt: skip
 _NUM_DRAFTS = click.option(
     "--num-drafts", type=click.IntRange(1), default=None, help="Proposals a cycle."
 )
@@ -99,57 +120,103 @@ def main() -> None:
     """Decode a language model faster with a Domino drafter, and train such drafters."""
 
 
+def _progress():
+    """Bars on stderr, where it is a terminal: stdout is for results."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # What is printed below a bar goes where the bar is: right where both are one terminal.
+    return Progress(
+        console=Console(stderr=True),
+        redirect_stdout=sys.stdout.isatty(),
+        disable=not sys.stderr.isatty(),
+    )
+
+
 @main.command()
 @click.argument("prompt", required=False)
 @click.option("--file", type=click.Path(exists=True, dir_okay=False), help="One prompt a line.")
 @_TARGET
 @_DRAFTER
 @click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=8, show_default=True,
+    help="Lines of --file at once.",
+)  # fmt: skip
 @_SAMPLING
-@_NUM_DRAFTS
+@_DRAFTS
 @_MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def generate(
-    prompt, file, target, drafter, chat, max_new_tokens, temperature, seed, num_drafts, as_json,
-    **machine,
+    prompt, file, target, drafter, chat, batch_size, max_new_tokens, temperature, seed, num_drafts,
+    as_json, **machine,
 ):  # fmt: skip
-    """Answer PROMPT, the lines of --file, or the standard input; text is streamed."""
+    """Answer PROMPT, the lines of --file, or the standard input; text is streamed.
+
+    A line of --file that cannot be answered (too long, no memory) fails alone; the exit code is 1.
+    """
     prompts = _read_prompts(prompt, file)
 
-    from .decode import Stats, stream
+    from .decode import Stats, follow
+    from .engine import Engine
     from .loading import TextStream, load_drafter, load_target
+    from .requests import seed_bits
 
     model = load_target(target, *_machine(**machine))
     tool = load_drafter(drafter, model)
     ids = [_encode(model.tokenizer, text, chat) for text in prompts]
-    stats, texts = Stats(), [""] * len(ids)
+    longest = max(map(len, ids)) + max_new_tokens
+    engine = Engine(
+        model, tool, max_batch=min(batch_size, len(ids)),
+        max_length=min(longest, model.max_length or longest), num_drafts=num_drafts,
+    )  # fmt: skip
+    rows = [{"prompt": text, "text": "", "tokens": [], "finish": None} for text in prompts]
+    numbers = {}
+
+    def fail(i: int, error: Exception) -> None:
+        if len(ids) == 1:
+            raise error
+        rows[i] |= {"finish": "error", "error": str(error)}
+        click.echo(f"prompt {i}: {error}", err=True)
+
+    for i, text in enumerate(ids):
+        try:
+            settings = {"temperature": temperature, "seed": seed_bits(seed + i)}
+            numbers[engine.add(text, max_new_tokens, **settings)] = i
+        except ValueError as error:
+            fail(i, error)
+    stats = Stats(accepted=[[] for _ in ids])
     shown = [TextStream(model.tokenizer) for _ in ids]
-    outputs: list[list[int]] = [[] for _ in ids]
-    finish: list[str | None] = [None] * len(ids)
-    live = len(ids) == 1 and not as_json
-    for chunk in stream(
-        model, tool, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
-        num_drafts=num_drafts, stats=stats,
-    ):  # fmt: skip
-        piece = shown[chunk.row].push(chunk.tokens, last=chunk.finish is not None)
-        texts[chunk.row] += piece
-        outputs[chunk.row] += chunk.tokens
-        finish[chunk.row] = chunk.finish
-        if live:
-            click.echo(piece, nl=False)
+    several, told = len(ids) > 1, 0
+    with _progress() if several else nullcontext() as bar:
+        task = bar.add_task("prompts", total=len(numbers)) if several else None
+        for chunk in follow(engine, stats, numbers):
+            row = rows[chunk.row]
+            piece = shown[chunk.row].push(chunk.tokens, last=chunk.finish is not None)
+            row["text"] += piece
+            row["tokens"] += chunk.tokens
+            row["finish"] = chunk.finish
+            if chunk.error is not None:
+                fail(chunk.row, chunk.error)
+            if several:
+                bar.advance(task, chunk.finish is not None)
+            if not as_json:
+                told = _tell(rows, told) if several else click.echo(piece, nl=False)
     if as_json:
-        rows = [
-            {"prompt": p, "text": t, "tokens": o, "finish": f}
-            for p, t, o, f in zip(prompts, texts, outputs, finish)
-        ]
         click.echo(json.dumps({"outputs": rows, "stats": _figures(stats)}))
-        return
-    if not live:
-        for number, text in enumerate(texts):
-            click.echo(f"--- {number}\n{text}")
     else:
-        click.echo()
-    click.echo(_stats_line(stats), err=True)
+        _tell(rows, told) if several else click.echo()
+        click.echo(_stats_line(stats), err=True)
+    if any("error" in row for row in rows):
+        raise click.exceptions.Exit(1)
+
+
+def _tell(rows: list[dict], told: int) -> int:
+    """Print the answers of a file that have ended, in its order; how many are printed now."""
+    while told < len(rows) and rows[told]["finish"]:
+        click.echo(f"--- {told}\n{rows[told]['text']}")
+        told += 1
+    return told
 
 
 def _figures(stats) -> dict[str, float]:
@@ -198,7 +265,7 @@ def _encode(tokenizer, text: str, chat: bool) -> list[int]:
 @_DRAFTER
 @click.option("--system", help="A system turn, in place of the template's own.")
 @_SAMPLING
-@_NUM_DRAFTS
+@_DRAFTS
 @_MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a turn instead of text.")
 def chat(target, drafter, system, as_json, device, dtype, threads, **settings):
@@ -292,8 +359,6 @@ def bench(
 
     A line has "text" (or "prompt"), "messages" or "ids". All are queued at once.
     """
-    from rich.progress import Progress
-
     from . import throughput
     from .loading import load_target
 
@@ -305,7 +370,7 @@ def bench(
     trees = not all(isinstance(drafts, int | str) for drafts in asked.values())
     if trees and model.device.type != "cuda":
         raise click.UsageError("--drafter: got a tree, expected @K: trees need a GPU, or evaluate")
-    with Progress(disable=not sys.stderr.isatty()) as bar:
+    with _progress() as bar:
         task = bar.add_task("runs", total=None)
         report = throughput.measure(
             model, tools, ids, num_drafts=asked,
@@ -342,15 +407,13 @@ def evaluate(
     **machine,
 ):  # fmt: skip
     """Accepted length, speed and token identity of drafters on prompt sets, as a table."""
-    from rich.progress import Progress
-
     from . import evaluate as evaluation
     from .loading import load_target
 
     rows = evaluation.load_prompts(prompts, sets, limit)
     model = load_target(target, *_machine(**machine))
     tools, asked = _load_drafters(drafters or ("shipped", "ngram"), model, num_drafts)
-    with Progress(disable=not sys.stderr.isatty()) as bar:
+    with _progress() as bar:
         task = bar.add_task("batches", total=None)
         report = evaluation.evaluate(
             model, tools, rows, max_new_tokens=max_new_tokens, batch_size=batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
@@ -57,11 +57,14 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """New tokens of one row; finish is "stop" or "length" on its last chunk, else None."""
+    """New tokens of one row; finish is "stop" or "length" on its last chunk, else None.
+
+    From `follow` it may be "error", with the reason; `stream` raises that."""
 
     row: int
     tokens: list[int]
     finish: str | None
+    error: Exception | None = None
 
 
 def generate(
@@ -178,10 +181,22 @@ def stream(
             seed=requests.seed_bits(bits),
             stop_token_ids=stop_token_ids,
         )
-    return _run(engine, stats)
+    return _raising(follow(engine, stats, range(len(ids))))
 
 
-def _run(engine: Engine, stats: Stats) -> Iterator[RowChunk]:
+def _raising(chunks: Iterator[RowChunk]) -> Iterator[RowChunk]:
+    for chunk in chunks:
+        if chunk.error is not None:
+            raise chunk.error
+        yield chunk
+
+
+def follow(engine: Engine, stats: Stats, rows: Sequence[int] | Mapping[int, int]):
+    """Run an engine until nothing is left: an iterator of RowChunk, `stats` filled on the way.
+
+    rows[request] is the row that a chunk names and that stats.accepted has a list for. A request
+    that fails ends in a chunk with the error, and the others go on.
+    """
     start = time.perf_counter()
     while engine.num_waiting or engine.num_running:
         step = time.perf_counter()
@@ -193,9 +208,8 @@ def _run(engine: Engine, stats: Stats) -> Iterator[RowChunk]:
         else:
             stats.cycles += 1
         for chunk in chunks:
-            if chunk.error is not None:
-                raise chunk.error
+            row = rows[chunk.request]
             stats.tokens += len(chunk.tokens)
             if chunk.accepted is not None:
-                stats.accepted[chunk.request].append(chunk.accepted)
-            yield RowChunk(chunk.request, chunk.tokens, chunk.finish)
+                stats.accepted[row].append(chunk.accepted)
+            yield RowChunk(row, chunk.tokens, chunk.finish, chunk.error)

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,49 @@ def test_generate_reads_files_and_the_standard_input(folders, tmp_path):
     assert "accepted length" in text.stderr
 
 
+def test_a_line_that_does_not_fit_fails_alone(folders, tmp_path, tokenizer):
+    target, drafter = folders
+    (tmp_path / "p.txt").write_text("one\n" + "word " * 80 + "\ntwo\nthree\n")
+    command = ["generate", "--file", tmp_path / "p.txt", "--target", target, "--drafter", drafter,
+               "--device", "cpu", "-n", 5, "--batch-size", 2, "--num-drafts", "auto"]  # fmt: skip
+    done = invoke(*command, "--json")
+    assert done.exit_code == 1 and "prompt 1: add: prompt: got 417 tokens" in done.stderr
+    rows = json.loads(done.stdout)["outputs"]
+    assert [row["finish"] for row in rows] == ["length", "error", "length", "length"]
+    assert "at most 256 positions" in rows[1]["error"] and rows[1]["tokens"] == []
+    for i, text in ((0, "one"), (2, "two"), (3, "three")):
+        assert rows[i]["tokens"] == own_text(target, tokenizer, text, 5)
+    text = invoke(*command)
+    assert text.exit_code == 1
+    assert text.stdout == "".join(f"--- {i}\n{row['text']}\n" for i, row in enumerate(rows))
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["all", "head"])
+def test_answers_go_to_stdout_alone(folders, tmp_path, stop):
+    """With a bar on stderr too; and a reader that has gone is no error to report."""
+    (tmp_path / "p.txt").write_text("one\n" * (4000 if stop else 3))
+    command = [sys.executable, "-m", "domino_draft.cli", "generate", "--file", tmp_path / "p.txt",
+               "--target", folders[0], "--drafter", "none", "--device", "cpu", "-n", "1",
+               "--batch-size", "64"]  # fmt: skip
+    ours, theirs = os.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs) as done:
+        os.close(theirs)
+        found = done.stdout.readline() if stop else done.stdout.read()
+        done.stdout.close()
+        shown = b""
+        try:
+            while part := os.read(ours, 4096):
+                shown += part
+        except OSError:  # the other end is closed
+            pass
+        os.close(ours)
+    assert b"prompts" in shown and b"Error" not in shown and b"Traceback" not in shown
+    assert b"--- 0" not in shown and found.startswith(b"--- 0\n")
+    assert done.returncode == stop
+    if not stop:
+        assert found.count(b"--- ") == 3 and b"3 tokens in" in shown
+
+
 def test_wrong_usage_is_exit_code_2_and_stated_errors_are_1(folders, tmp_path):
     target, drafter = folders
     assert invoke("generate", "a", "--file", __file__).exit_code == 2
@@ -64,6 +108,7 @@ def test_wrong_usage_is_exit_code_2_and_stated_errors_are_1(folders, tmp_path):
     done = invoke("generate", "a", "--target", target, "--drafter", drafter, "--device", "cpu",
                   "-n", 4, "--num-drafts", 9)  # fmt: skip
     assert done.exit_code == 1 and "num_drafts: got 9" in done.stderr
+    assert invoke("generate", "a", "--target", target, "--num-drafts", "few").exit_code == 2
     assert "Traceback" not in done.stderr
     done = invoke("generate", "a", "--target", target, "--device", "gpu")
     assert done.exit_code == 2 and "--device" in done.stderr
@@ -140,7 +185,7 @@ def test_regenerate_answers_every_prompt(folders, tmp_path, tokenizer):
                   "--output", tmp_path / "out.npz", "--target", tmp_path / "stopping",
                   "--slots", 4, "-n", 5, "--max-length", 64)  # fmt: skip
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)  # nothing else is printed there
     assert found["prompts"] == found["responses"] == 3
     assert sorted(np.load(tmp_path / "out.npz")["prompt_lengths"].tolist()) == sorted(lengths)
 
@@ -155,7 +200,7 @@ def test_regenerate_without_a_stop_token_runs_to_the_end(folders, tmp_path):
                   "--output", tmp_path / "out.npz", "--target", folders[0], "--slots", 4, "-n", 5,
                   "--sampled-fraction", 0, "--max-length", 64)  # fmt: skip
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)  # nothing else is printed there
     assert (found["response_tokens"], found["finished"]) == (5, 0)
 
 

@@ -434,6 +434,7 @@ def run(
 
     `sampled_slots` is the share of slots that draw at a temperature (open user turns do, too).
     """
+    from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -457,7 +458,9 @@ def run(
     )  # fmt: skip
     fitting = [p for p in work if len(p.ids) < max_length - 32]
     started = time.perf_counter()
-    with Progress(TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+    # stdout is for the counts
+    columns = TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as bar:
         task = bar.add_task("regenerate", total=None)
         out = regenerator.run(
             fitting,

@@ -554,5 +554,5 @@ def _progress():
     return Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-        console=Console(file=sys.stderr),
+        console=Console(file=sys.stderr), redirect_stdout=False,
     )  # fmt: skip
