@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .decode import Stats, stream
+from .decode import Stats, follow
+from .engine import Engine
 from .loading import TextStream
+from .requests import seed_bits
 from .smollm2 import chat_prompt
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 class Chat:
     """Turns in the tokenizer's chat template; every answer sees all turns before it.
+
+    One engine serves the answers, so that what it has captured and learned is not made anew for
+    each. Its caches grow with the conversation, by doubling. One answer at a time: asking for
+    another ends it, and it is forgotten.
 
     Attributes:
         turns: {"role", "content"} so far; without a system turn the template adds its own, if any.
@@ -31,13 +37,13 @@ class Chat:
         system: str | None = None,
         temperature: float = 0.0,
         seed: int = 0,
-        num_drafts: int | None = None,
+        num_drafts: int | str | None = None,
     ):
         self.target, self.drafter, self.system = target, drafter, system
-        self.settings = dict(
-            max_new_tokens=max_new_tokens, temperature=temperature, num_drafts=num_drafts
-        )
-        self._seed = seed
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.num_drafts, self._seed = num_drafts, seed
+        self._engine: Engine | None = None
+        self._request = -1
         self.stats, self.context = Stats(), 0
         self.reset()
 
@@ -56,21 +62,46 @@ class Chat:
         """
         turns = [*self.turns, {"role": "user", "content": text}]
         ids = chat_prompt(self.target.tokenizer, turns)
-        self.stats, self.context = Stats(), len(ids)
+        self.stats, self.context = Stats(accepted=[[]]), len(ids)
+        engine = self._engine_for(len(ids) + self.max_new_tokens)
+        engine.cancel(self._request)
         # Two equal turns are not to get one and the same answer: each has noise of its own.
         seed = self._seed + sum(turn["role"] == "assistant" for turn in turns)
-        chunks = stream(
-            self.target, self.drafter, [ids], seed=seed, stats=self.stats, **self.settings
+        self._request = engine.add(
+            ids, self.max_new_tokens, temperature=self.temperature, seed=seed_bits(seed)
         )
-        return self._answer(turns, chunks)
+        return self._answer(turns, engine, self._request)
 
-    def _answer(self, turns, chunks) -> Iterator[str]:
+    def _engine_for(self, length: int) -> Engine:
+        if self._engine is None or length > self._engine.max_length:
+            self._engine = None  # its caches, before the next ones
+            limit = self.target.max_length
+            room = max(2 * length, 1024)
+            self._engine = Engine(
+                self.target,
+                self.drafter,
+                max_batch=1,
+                max_length=room if limit is None else min(room, limit),
+                num_drafts=self.num_drafts,
+            )
+        return self._engine
+
+    def _answer(self, turns, engine: Engine, request: int) -> Iterator[str]:
         shown, said = TextStream(self.target.tokenizer), ""
         try:
-            for chunk in chunks:
+            for chunk in follow(engine, self.stats, {request: 0}):
+                if chunk.error is not None:
+                    raise chunk.error
                 piece = shown.push(chunk.tokens, last=chunk.finish is not None)
                 said += piece
                 if piece:
                     yield piece
+        except GeneratorExit:
+            engine.cancel(request)
+            raise
+        except BaseException:  # Ctrl-C may have come anywhere in a step
+            self._engine = None
+            raise
         finally:
-            self.turns = [*turns, {"role": "assistant", "content": said}]
+            if request == self._request:
+                self.turns = [*turns, {"role": "assistant", "content": said}]

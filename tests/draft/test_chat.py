@@ -58,6 +58,39 @@ def test_a_broken_off_answer_stays_as_far_as_it_came(target):
     assert talk.turns[-1] == turn("assistant", start)
 
 
+def test_one_engine_answers_until_it_is_too_small(target, monkeypatch):
+    target.model.config.max_position_embeddings = 4096
+    talk = Chat(target, NgramDrafter(), max_new_tokens=9)
+    turns, engines, others = [], [], []
+    for text in ("Hi", "word " * 150, "and?", "word " * 250):
+        others += [talk.answer("not begun"), talk.answer("begun")]
+        next(others[-1])
+        pieces = talk.answer(text)
+        turns.append(turn("user", text))
+        said = "".join(pieces)
+        assert said == expected(target, turns, 9)
+        turns.append(turn("assistant", said))
+        others.clear()
+        assert talk.turns == turns and not talk._engine.num_running
+        engines.append(talk._engine)
+    assert engines[0] is engines[1] is engines[2] is not engines[3]
+    assert [engine.max_length for engine in engines[2:]] == [1024, 4096]  # the latter the target's
+
+
+def test_after_an_interrupt_the_next_answer_is_right(target, monkeypatch):
+    talk = Chat(target, None, max_new_tokens=9)
+    pieces = talk.answer("Hi")
+    said = next(pieces)
+    monkeypatch.setattr(
+        talk._engine, "_deliver", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        next(pieces)
+    turns = [turn("user", "Hi"), turn("assistant", said), turn("user", "and?")]
+    assert talk.turns == turns[:2]
+    assert "".join(talk.answer("and?")) == expected(target, turns, 9)
+
+
 def test_a_turn_that_does_not_fit_is_not_taken(target):
     talk = Chat(target, None, max_new_tokens=9)
     with pytest.raises(ValueError, match="expected at most 256 positions"):
