@@ -23,6 +23,8 @@ class Chat:
     each. Its caches grow with the conversation, by doubling. One answer at a time: asking for
     another ends it, and it is forgotten.
 
+    thinking: see `chat_text`.
+
     Attributes:
         turns: {"role", "content"} so far; without a system turn the template adds its own, if any.
         stats: of the last answer. context: tokens that it was an answer to.
@@ -38,8 +40,10 @@ class Chat:
         temperature: float = 0.0,
         seed: int = 0,
         num_drafts: int | str | None = None,
+        thinking: bool | None = None,
     ):
         self.target, self.drafter, self.system = target, drafter, system
+        self.thinking = thinking
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.num_drafts, self._seed = num_drafts, seed
         self._engine: Engine | None = None
@@ -61,7 +65,7 @@ class Chat:
                 taken.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
-        ids = chat_prompt(self.target.tokenizer, turns)
+        ids = chat_prompt(self.target.tokenizer, turns, self.thinking)
         self.stats, self.context = Stats(accepted=[[]]), len(ids)
         engine = self._engine_for(len(ids) + self.max_new_tokens)
         engine.cancel(self._request)

@@ -60,6 +60,10 @@ _MACHINE = _options(
 _DRAFTER = click.option(
     "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
 )
+_THINKING = click.option(
+    "--thinking/--no-thinking", default=None,
+    help="Told to chat templates that know of it (Qwen3); else their own choice.",
+)  # fmt: skip
 _DRAFTERS = click.option(
     "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K|@auto|@treeN]",
     help="Folder, shipped or ngram; its name in the report; its drafts a cycle, or for evaluate "
@@ -139,6 +143,7 @@ def _progress():
 @_TARGET
 @_DRAFTER
 @click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
+@_THINKING
 @click.option(
     "--batch-size", type=click.IntRange(1), default=8, show_default=True,
     help="Lines of --file at once.",
@@ -148,8 +153,8 @@ def _progress():
 @_MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def generate(
-    prompt, file, target, drafter, chat, batch_size, max_new_tokens, temperature, seed, num_drafts,
-    as_json, **machine,
+    prompt, file, target, drafter, chat, thinking, batch_size, max_new_tokens, temperature, seed,
+    num_drafts, as_json, **machine,
 ):  # fmt: skip
     """Answer PROMPT, the lines of --file, or the standard input; text is streamed.
 
@@ -164,7 +169,7 @@ def generate(
 
     model = load_target(target, *_machine(**machine))
     tool = load_drafter(drafter, model)
-    ids = [_encode(model.tokenizer, text, chat) for text in prompts]
+    ids = [_encode(model.tokenizer, text, chat, thinking) for text in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     engine = Engine(
         model, tool, max_batch=min(batch_size, len(ids)),
@@ -254,16 +259,17 @@ def _read_prompts(prompt: str | None, file: str | None) -> list[str]:
     return prompts
 
 
-def _encode(tokenizer, text: str, chat: bool) -> list[int]:
+def _encode(tokenizer, text: str, chat: bool, thinking: bool | None) -> list[int]:
     from .smollm2 import chat_prompt
 
-    return chat_prompt(tokenizer, text) if chat else tokenizer(text)["input_ids"]
+    return chat_prompt(tokenizer, text, thinking) if chat else tokenizer(text)["input_ids"]
 
 
 @main.command()
 @_TARGET
 @_DRAFTER
 @click.option("--system", help="A system turn, in place of the template's own.")
+@_THINKING
 @_SAMPLING
 @_DRAFTS
 @_MACHINE
@@ -334,6 +340,7 @@ def _user_turns(terminal: bool):
 @_TARGET
 @_DRAFTERS
 @click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
+@_THINKING
 @click.option("--limit", type=click.IntRange(1), help="Only this many prompts.")
 @click.option(
     "--batch-size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,),
@@ -352,8 +359,8 @@ def _user_turns(terminal: bool):
     help="Draw it (.png, .svg).",
 )  # fmt: skip
 def bench(
-    prompts, target, drafters, chat, limit, num_drafts, json_file, plot_file, device, dtype,
-    threads, **settings,
+    prompts, target, drafters, chat, thinking, limit, num_drafts, json_file, plot_file, device,
+    dtype, threads, **settings,
 ):  # fmt: skip
     """Tokens/s and accepted length on PROMPTS, a JSONL file, with and without drafting.
 
@@ -365,7 +372,7 @@ def bench(
     if plot_file:
         throughput.check_plot(plot_file)
     model = load_target(target, *_machine(device, dtype, threads))
-    ids = throughput.load_prompts(prompts, model.tokenizer, chat, limit)
+    ids = throughput.load_prompts(prompts, model.tokenizer, chat, limit, thinking)
     tools, asked = _load_drafters(drafters or ("shipped",), model, num_drafts)
     trees = not all(isinstance(drafts, int | str) for drafts in asked.values())
     if trees and model.device.type != "cuda":
@@ -473,7 +480,19 @@ def _write(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+class _Train(click.Command):
+    """Its options are those of `train/cli.py`, which loads Torch."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        if not ctx.resilient_parsing:  # else a shell that completes one of them
+            return super().get_params(ctx)
+        from .train.cli import main as command
+
+        return command.get_params(ctx)
+
+
 @main.command(
+    cls=_Train,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True,
                       "help_option_names": []},
     add_help_option=False,

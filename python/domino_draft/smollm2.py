@@ -150,19 +150,42 @@ def prepare(cache=None):
     return folder
 
 
-def chat_text(tokenizer, text):
-    """`text` as one user turn in the model's chat template, up to the assistant's first token."""
+def chat_text(tokenizer, text, thinking=None):
+    """`text` as one user turn in the model's chat template, up to the assistant's first token.
+
+    `text` may also be a list of ``{"role", "content"}`` turns. thinking: what a template with such
+    a switch (Qwen3's ``enable_thinking``) is told; None: nothing.
+
+    Raises:
+        ValueError: there is no template, or it refuses these turns.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "chat_prompt: tokenizer: got one without a chat template, expected one "
+            "(--raw takes the prompt as it is)"
+        )
+    from jinja2 import TemplateError
+
     turns = text if isinstance(text, list) else [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        return tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **options
+        )
+    except TemplateError as error:  # what a template raises itself, too: a role, their order
+        raise ValueError(
+            f"chat_prompt: turns: got {len(turns)}, expected what the model's chat template takes: "
+            f"{error}"
+        ) from error
 
 
-def chat_prompt(tokenizer, text):
-    """Token ids of a user turn ready for the assistant's answer.
+def chat_prompt(tokenizer, text, thinking=None):
+    """Token ids of a user turn ready for the assistant's answer; see :func:`chat_text`.
 
     Training and evaluation both build their prompts here. The template adds its default system
-    turn. `text` may also be a list of ``{"role", "content"}`` turns.
+    turn.
     """
-    return tokenizer(chat_text(tokenizer, text), add_special_tokens=False)["input_ids"]
+    return tokenizer(chat_text(tokenizer, text, thinking), add_special_tokens=False)["input_ids"]
 
 
 def open_turn_text(tokenizer, text):

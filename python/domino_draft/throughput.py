@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from .target import Target
 
 
-def load_prompts(path: str | Path, tokenizer, chat: bool, limit: int | None) -> list[list[int]]:
+def load_prompts(
+    path: str | Path, tokenizer, chat: bool, limit: int | None, thinking: bool | None = None
+) -> list[list[int]]:
     """Token ids of a JSONL file's first `limit` lines.
 
     A line has "ids", or "messages" (turns), or "text" or "prompt": with `chat` that is one user
     turn, otherwise the prompt itself. A line of a second turn ("after", no ids) is left out.
+    thinking: see `chat_text`.
 
     Raises:
         ValueError: no prompt is left, or a line is none (the file and the line are named).
@@ -52,9 +55,10 @@ def load_prompts(path: str | Path, tokenizer, chat: bool, limit: int | None) -> 
         elif row.get("after"):
             continue
         elif row.get("messages"):
-            found.append(chat_prompt(tokenizer, row["messages"]))
+            found.append(chat_prompt(tokenizer, row["messages"], thinking))
         elif isinstance(text, str) and text:
-            found.append(chat_prompt(tokenizer, text) if chat else tokenizer(text)["input_ids"])
+            ids = chat_prompt(tokenizer, text, thinking) if chat else tokenizer(text)["input_ids"]
+            found.append(ids)
         else:
             raise ValueError(f"{path}:{number}: got none of ids, messages, text, prompt")
     if not found:

@@ -5,7 +5,8 @@ import json
 import pytest
 from domino_draft import NgramDrafter, Target, generate
 from domino_draft.chat import Chat
-from domino_draft.smollm2 import chat_prompt
+from domino_draft.smollm2 import chat_prompt, chat_text
+from transformers import AutoTokenizer
 
 from .conftest import tiny_model
 from .test_cli import invoke
@@ -89,6 +90,38 @@ def test_after_an_interrupt_the_next_answer_is_right(target, monkeypatch):
     turns = [turn("user", "Hi"), turn("assistant", said), turn("user", "and?")]
     assert talk.turns == turns[:2]
     assert "".join(talk.answer("and?")) == expected(target, turns, 9)
+
+
+QWEN = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"
+    "{% endif %}{{ m.content }}{% endfor %}A{% if enable_thinking is defined and not "
+    "enable_thinking %}(no){% elif enable_thinking is defined %}(yes){% endif %}"
+)
+
+
+def test_templates_are_told_of_thinking_and_may_refuse(folders, tmp_path, tokenizer):
+    place, drafter = folders
+    ids = tokenizer("A")["input_ids"]
+    (tmp_path / "target" / "chat_template.jinja").write_text(QWEN)
+    common = ["--target", place, "--drafter", drafter, "--device", "cpu", "-n", 3]
+    told = tuple(
+        chat_text(AutoTokenizer.from_pretrained(place), "Q", t) for t in (None, True, False)
+    )
+    assert told == ("QA", "QA(yes)", "QA(no)")
+    answers = [
+        json.loads(invoke("generate", "Q", *common, *option, "--json").stdout)["outputs"][0]
+        for option in ([], ["--no-thinking"], ["--raw"])
+    ]
+    raw = json.loads(invoke("generate", "QA(no)", *common, "--raw", "--json").stdout)["outputs"][0]
+    assert answers[1]["tokens"] == raw["tokens"] != answers[0]["tokens"]
+    said = json.loads(invoke("chat", *common, "--no-thinking", "--json", input="Q\n").stdout)
+    assert said["assistant"] == raw["text"] and said["stats"]["context"] == 5 + len(ids)
+    done = invoke("chat", *common, "--system", "short", input="Q\n")
+    assert done.exit_code == 1 and "template takes: no system here" in done.stderr
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    done = invoke("generate", "Q", *common)
+    assert done.exit_code == 1 and "without a chat template" in done.stderr
+    assert invoke("generate", "Q", *common, "--raw").exit_code == 0
 
 
 def test_a_turn_that_does_not_fit_is_not_taken(target):

@@ -265,3 +265,19 @@ def test_shell_completion():
     assert "compdef" in asked("zsh_source").stdout
     found = asked("zsh_complete", COMP_WORDS="domino-draft be", COMP_CWORD="1").stdout
     assert "bench" in found and "chat" not in found
+    found = asked("zsh_complete", COMP_WORDS="domino-draft train --arm d", COMP_CWORD="3").stdout
+    assert found.split()[1::3] == ["domino", "dflash", "dflash-matched"]
+    found = asked("zsh_complete", COMP_WORDS="domino-draft train --lam", COMP_CWORD="2").stdout
+    assert "--lambda-start" in found
+
+
+def test_completion_of_commands_imports_no_torch():
+    code = (
+        "import sys\nfrom domino_draft.cli import main\n"
+        "try: main(prog_name='domino-draft')\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    asked = {"COMP_WORDS": "domino-draft ", "COMP_CWORD": "1"}
+    env = {**os.environ, **asked, "_DOMINO_DRAFT_COMPLETE": "zsh_complete"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "train" in done.stdout and not done.stderr
