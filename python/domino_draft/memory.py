@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .drafter import Drafter
     from .target import Target
+    from .tree import TreeOptions
 
 
 @dataclass(frozen=True)
@@ -54,34 +55,57 @@ def estimate_memory(
     batch: int,
     length: int,
     *,
-    num_drafts: int | None = None,
+    num_drafts: int | str | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
     fp8_draft_head: bool = False,
     draft_vocab: int | None = None,
+    tree: TreeOptions | None = None,
     fused: bool | None = None,
 ) -> Memory:
     """What an `Engine` with max_batch=batch and max_length=length comes to hold.
 
     draft_vocab: how many ids there are to draft from. fused: the engine runs the fused layers;
-    None: where the target is on a GPU.
+    None: where the target is on a GPU. Other arguments as in `Engine`.
+
+    Raises:
+        ValueError: a setting out of range, a cheaper draft head without a Domino drafter.
     """
-    drafts = check_num_drafts("estimate_memory: num_drafts", drafter, num_drafts)
-    room, size = length + drafts + 1, target.dtype.itemsize
+    where = "estimate_memory"
+    for name, value in (("batch", batch), ("length", length), ("prefill_tokens", prefill_tokens)):
+        if value < 1:
+            raise ValueError(f"{where}: {name}: got {value}, expected at least 1")
+    domino = isinstance(drafter, DominoDrafter)
+    for name, given in (("fp8_draft_head", fp8_draft_head), ("draft_vocab", draft_vocab)):
+        if given and not domino:
+            raise ValueError(f"{where}: {name}: got {given}, expected a Domino drafter with it")
+    if draft_vocab is not None and not 1 <= draft_vocab <= target.vocab_size:
+        raise ValueError(
+            f"{where}: draft_vocab: got {draft_vocab}, expected 1..{target.vocab_size}"
+        )
+    if tree is not None:
+        if num_drafts is not None:
+            raise ValueError(f"{where}: num_drafts: got {num_drafts} and a tree, expected None")
+        tree = tree.settled(drafter, ())
+        num_drafts = tree.depth
+    num_drafts = None if num_drafts == "auto" else num_drafts
+    drafts = check_num_drafts(f"{where}: num_drafts", drafter, num_drafts)
+    block = drafts + 1 if tree is None else tree.nodes
+    room, size = length + block, target.dtype.itemsize
     config = target.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    logit_rows, features = drafts + 1, 0
+    logit_rows, features = block, 0
     fused = target.device.type == "cuda" if fused is None else fused
     beside = workspace_bytes(target.device) + 4 * room * dim  # and angles of every position
     drafter_weights = drafter_cache = 0
-    if isinstance(drafter, DominoDrafter):
+    if domino:
         own = drafter.config
         drafter_weights = _weights(drafter)
         position = 2 * own.num_key_value_heads * own.head_dim * drafter.dtype.itemsize
         drafter_cache = batch * sum(own.context_lengths(room)) * position
         every_slot = drafter.head is not None and not own.shift_label
         logit_rows += own.slots_for(drafts) if every_slot else drafts
-        tokens = max(min(prefill_tokens, batch * length), batch * (drafts + 1))
+        tokens = max(min(prefill_tokens, batch * length), batch * block)
         beside += 4 * (room + own.block_size) * own.head_dim
         places = own.vocab_size
         if draft_vocab is not None:

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from domino_draft import DominoDrafter, Engine, NgramDrafter, Target, estimate_memory
+from domino_draft import (
+    DominoDrafter,
+    Engine,
+    NgramDrafter,
+    Target,
+    TreeOptions,
+    estimate_memory,
+)
 
 from .conftest import tiny_model
 
@@ -100,3 +107,31 @@ def test_what_the_fused_layers_keep(tiny_config, fp8, part):
         kept += [own.lm_head, own.weights.w2, own.weights.embedding]
     found = estimate_memory(target, drafter, BATCH, LENGTH, draft_vocab=part, **settings)
     assert found.fused == sum(t.nbytes for t in kept)
+
+
+def test_trees_have_caches_and_logits_for_their_nodes(tiny_config):
+    target, drafter = Target(tiny_model("Llama")), DominoDrafter(tiny_config()).eval()
+    tree = TreeOptions(nodes=9, width=2, children=3, pool=20)
+    engine = Engine(target, drafter, max_batch=BATCH, max_length=LENGTH, tree=tree)
+    found = estimate_memory(target, drafter, BATCH, LENGTH, tree=tree, fused=True)
+    assert found.target_cache == held(engine.cache)
+    assert found.drafter_cache == held(engine.session.cache)
+    slots = engine.num_drafts  # slot i drafts the token behind it
+    assert found.logits == BATCH * (9 + slots) * target.vocab_size * 4
+
+
+def test_bad_settings(tiny_config):
+    target, drafter = Target(tiny_model("Llama")), DominoDrafter(tiny_config())
+    same = estimate_memory(target, drafter, 2, 50)
+    assert estimate_memory(target, drafter, 2, 50, num_drafts="auto") == same
+    for tool, settings, message in (
+        (None, {"fp8_draft_head": True}, "fp8_draft_head: got True, expected a Domino drafter"),
+        (NgramDrafter(), {"draft_vocab": 9}, "draft_vocab: got 9, expected a Domino drafter"),
+        (drafter, {"draft_vocab": 62}, r"draft_vocab: got 62, expected 1\.\.61"),
+        (drafter, {"prefill_tokens": 0}, "prefill_tokens: got 0"),
+        (drafter, {"tree": TreeOptions(), "num_drafts": 2}, "num_drafts: got 2 and a tree"),
+    ):
+        with pytest.raises(ValueError, match=f"estimate_memory: {message}"):
+            estimate_memory(target, tool, 2, 50, **settings)
+    with pytest.raises(ValueError, match="estimate_memory: batch: got 0"):
+        estimate_memory(target, drafter, 0, 50)
