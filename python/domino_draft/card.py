@@ -56,7 +56,7 @@ def read_card(folder: str | os.PathLike, target: str | os.PathLike | None = None
     config = DominoConfig.from_dict(stored.config)
     with torch.device("meta"):
         drafter = DominoDrafter(config)
-    stored.check({name: tuple(t.shape) for name, t in drafter.state_dict().items()})
+    stored.check(drafter.stored_shapes())
     tensors = stored.tensors.values()
     parts = {
         part: sum(prod(t.shape) for t in tensors if t.name.startswith(prefixes))
@@ -175,6 +175,8 @@ def render(card: dict[str, Any]) -> RenderableType:
         f"a causal LM with hidden {fits['hidden_size']}, {layers} layers, "
         f"vocabulary {fits['vocab_size']}{shape_of}",
     )
+    if config["draft_vocab_size"]:
+        row("vocabulary", f"drafts from {config['draft_vocab_size']} ids, by a map of its own")
     if fits["trained_for"]:
         row("trained for", fits["trained_for"])
     if "target" in card:

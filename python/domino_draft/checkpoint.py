@@ -23,8 +23,8 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of the d
 # Head tensors lie flat in public checkpoints; early SpecForge and speculators put them in a module.
 _CONTAINERS = ("logit_head.", "logits_correction.", "domino_head.")
 _HEAD = ("prefix_gru.", "embed_proj.")
-# What speculators stores beside the drafter: copies of the target's own tensors, and the identity
-# map of a full vocabulary. Decoding uses the target's.
+# What speculators stores beside the drafter: copies of the target's own tensors (of a part of the
+# vocabulary those rows of its LM head), which decoding takes from the target, and that part's maps.
 _TARGET_COPIES = {
     "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight",
     "t2d", "d2t",
@@ -164,6 +164,35 @@ class Checkpoint:
                 f"Checkpoint: {missing[0]}: missing in {self.path}, "
                 f"expected {list(expected[missing[0]])} ({len(missing)} missing in all)"
             )
+
+    def draft_ids(self, size: int, vocab_size: int) -> Tensor:
+        """The target's id of each of the `size` ids that the drafter knows, int64.
+
+        d2t holds by how much the target's id is above the drafter's, t2d marks the ids that it
+        knows, in ascending order.
+
+        Raises:
+            ValueError: there is no map, or it is not one of `size` distinct ids.
+        """
+        import torch
+        from safetensors import safe_open
+
+        maps = {}
+        for file in self.files:
+            for key in _header(file).keys() & {"d2t", "t2d"}:
+                with safe_open(file, framework="pt") as store:
+                    maps[key] = store.get_tensor(key)
+        if not maps:
+            raise _error("draft_vocab_size", f"{size} and no d2t or t2d", "a map beside it")
+        found = [maps["d2t"] + torch.arange(len(maps["d2t"]))] if "d2t" in maps else []
+        found += [maps["t2d"].bool().nonzero()[:, 0]] if "t2d" in maps else []
+        ids = found[0]
+        inside = len(ids) == size and ids.min() >= 0 and ids.max() < vocab_size
+        if not inside or len(ids.unique()) != size:
+            raise _error("/".join(maps), f"a map of {len(ids)} ids", f"{size} ids of the target")
+        if len(found) == 2 and not torch.equal(ids.sort().values, found[1]):
+            raise _error("t2d", "other ids than those of d2t", "the same")
+        return ids
 
     def load(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """(public name, reader) of every tensor, file by file."""

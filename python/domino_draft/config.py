@@ -91,6 +91,8 @@ class DominoConfig:
     of a block predicts the token at anchor + i + 1 (True) or anchor + i (False).
     `mask_token_id` may be None when the file names only a string (`mask_token`); give a
     tokenizer to `resolve_mask_token` then. The target itself is not needed to build a config.
+    `draft_vocab_size`: ids that a checkpoint drafts from, where a map of its own picks them out of
+    the target's; None: all. It is how W2 is stored, the module has all of the vocabulary.
     """
 
     hidden_size: int
@@ -116,6 +118,7 @@ class DominoConfig:
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None
     dtype: str = "bfloat16"
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -135,7 +138,7 @@ class DominoConfig:
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "vocab_size", "num_target_layers", "emb_dim",
-            "gru_hidden_dim", "max_position_embeddings",
+            "gru_hidden_dim", "max_position_embeddings", "draft_vocab_size",
         ):  # fmt: skip
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise _error(name, getattr(self, name), "at least 1")
@@ -313,11 +316,14 @@ class DominoConfig:
         width = values["hidden_size"]
         usual = width // heads if type(width) is type(heads) is int and heads > 0 else 0
         values["head_dim"] = _pick("head_dim", shape, usual)
-        draft_vocab = _pick("draft_vocab_size", draft)
-        if draft_vocab not in (None, values["vocab_size"]):
-            raise _error(
-                "draft_vocab_size", draft_vocab, f"vocab_size = {values['vocab_size']} (no remap)"
-            )
+        draft_vocab, vocab = _pick("draft_vocab_size", draft), values["vocab_size"]
+        if draft_vocab == vocab:
+            draft_vocab = None
+        elif draft_vocab is not None and (
+            kind is None or type(draft_vocab) is not type(vocab) or draft_vocab > vocab
+        ):
+            expected = f"vocab_size = {vocab} (maps are read in the form of speculators)"
+            raise _error("draft_vocab_size", draft_vocab, expected)
 
         wide = _pick("target_hidden_size", draft)
         if wide not in (None, values["hidden_size"]):
@@ -372,6 +378,7 @@ class DominoConfig:
             layer_types=types,
             sliding_window=_pick("sliding_window", shape),
             dtype=_agree(dtypes) or "bfloat16",
+            draft_vocab_size=draft_vocab,
         )
 
     @classmethod
@@ -384,6 +391,7 @@ class DominoConfig:
     def to_dict(self) -> dict[str, Any]:
         """The public `config.json` form (as the Qwen3-4B/8B Domino checkpoints write it)."""
         values = asdict(self)
+        del values["draft_vocab_size"]  # written with all of the vocabulary
         inner = {
             "target_layer_ids": list(values.pop("target_layer_ids")),
             "mask_token_id": values.pop("mask_token_id"),

@@ -21,6 +21,8 @@ from .head import DominoHead
 if TYPE_CHECKING:
     from .target import Target
 
+W2 = "embed_proj.2.weight"
+
 
 @dataclass
 class Batch:
@@ -76,10 +78,18 @@ class DominoDrafter(DFlashBackbone):
     beside the layers as public checkpoints have them; `head` gives those two the methods of
     `DominoHead`, or is None. A new drafter is initialised as the reference training does it:
     every Linear N(0, 0.02), norms 1, the GRU uniform.
+
+    Attributes:
+        draft_ids: int64, ascending: the ids that it was trained to draft from, None: all. Decoding
+            drafts from no others (captured trees do); their rows of W2 are zeros. `save_pretrained`
+            does not keep it.
     """
+
+    draft_ids: Tensor | None
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
+        self.register_buffer("draft_ids", None, persistent=False)
         self.__dict__["head"] = None  # not a submodule: its tensors are registered flat, below
         if config.projector_type == "domino":
             head = DominoHead(config)
@@ -88,6 +98,13 @@ class DominoDrafter(DFlashBackbone):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the checkpoint's tensors, by public name."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        if W2 in shapes and self.config.draft_vocab_size is not None:
+            shapes[W2] = (self.config.draft_vocab_size, self.config.emb_dim)
+        return shapes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,9 +177,15 @@ class DominoDrafter(DFlashBackbone):
         config = DominoConfig.from_dict(stored.config)
         with torch.device("meta"):
             drafter = cls(config)
-        stored.check({name: tuple(t.shape) for name, t in drafter.state_dict().items()})
+        stored.check(drafter.stored_shapes())
         dtype = dtype or getattr(torch, config.dtype)
         tensors = {n: load().to(device=device, dtype=dtype) for n, load in stored.load()}
+        if config.draft_vocab_size is not None:
+            ids = stored.draft_ids(config.draft_vocab_size, config.vocab_size).to(device)
+            if W2 in tensors:
+                whole = tensors[W2].new_zeros(config.vocab_size, config.emb_dim)
+                tensors[W2] = whole.index_copy_(0, ids, tensors[W2])
+            drafter.draft_ids = ids.sort().values
         drafter.load_state_dict(tensors, assign=True)
         return drafter.eval()
 
@@ -206,6 +229,11 @@ class DominoSession:
         self.cache = RowCache(rows, max_length + config.block_size, target.device, lengths)
         self.mask_embed = target.embedding[config.mask_token_id]
         self.head = drafter.head.weights(target.embedding) if drafter.head else None
+        self._others = None  # ids that are not drafted
+        if drafter.draft_ids is not None:
+            known = torch.zeros(config.vocab_size, dtype=torch.bool, device=target.device)
+            known[drafter.draft_ids] = True
+            self._others = (~known).nonzero()[:, 0]
 
     def commit(
         self, features: Tensor, counts: Tensor, host_counts: Sequence[int], first: int = 0
@@ -258,6 +286,8 @@ class DominoSession:
         base = self.target.lm_head(hidden)
         if self.head is not None and base.dtype != self.head.w2.dtype:
             base = base.float()
+        if self._others is not None:
+            base = base.index_fill(-1, self._others, -torch.inf)
         return hidden, base
 
     def select(self, rows: Sequence[int]) -> None:

@@ -203,7 +203,9 @@ class Engine:
             if self.tree is not None:
                 cycle = TreeCycle(*state, self.tree, fp8)
             else:
-                cycle = Cycle(*state, self.num_drafts, fp8, draft_vocab=vocab)
+                own = None if drafter is None else drafter.draft_ids
+                part = own if vocab is None else vocab
+                cycle = Cycle(*state, self.num_drafts, fp8, draft_vocab=part)
         except CannotFuse as reason:
             if fused or fp8 or vocab is not None:
                 raise ValueError(

@@ -82,6 +82,8 @@ def estimate_memory(
         raise ValueError(
             f"{where}: draft_vocab: got {draft_vocab}, expected 1..{target.vocab_size}"
         )
+    if draft_vocab is None and tree is None and domino and drafter.draft_ids is not None:
+        draft_vocab = len(drafter.draft_ids)
     if tree is not None:
         if num_drafts is not None:
             raise ValueError(f"{where}: num_drafts: got {num_drafts} and a tree, expected None")
