@@ -90,7 +90,10 @@ class TextStream:
 
     def push(self, ids: list[int], last: bool = False) -> str:
         self._ids += ids
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        # Cleaned up, a text may shrink as it grows (" ." to "."): what is shown would not fit it.
+        text = self._tokenizer.decode(
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         if not last and text.endswith("\ufffd"):  # a character whose last bytes are to come
             return ""
         new, self._shown = text[self._shown :], len(text)

@@ -14,6 +14,7 @@ from domino_draft.loading import TextStream
 from domino_draft.smollm2 import chat_prompt
 
 from .conftest import tiny_model
+from .tokens import chat_tokenizer
 
 
 def invoke(*args, **options):
@@ -235,6 +236,16 @@ def test_text_stream_waits_for_whole_characters(tokenizer):
     assert "".join(pieces) == "aé€b" and not any("\ufffd" in piece for piece in pieces)
     cut = TextStream(tokenizer)
     assert cut.push(ids[:-2], last=True) == "aé\ufffd"
+
+
+def test_text_stream_loses_nothing_to_a_tokenizer_that_cleans_up():
+    cleaning = chat_tokenizer()
+    cleaning.clean_up_tokenization_spaces = True
+    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    ids = cleaning("do n't go . no", add_special_tokens=False)["input_ids"]
+    assert cleaning.decode(ids) == "don't go. no"  # shorter than what had been shown before
+    shown = TextStream(cleaning)
+    assert "".join(shown.push([token]) for token in ids) == "do n't go . no"
 
 
 def test_a_demo_without_a_drafter_is_one_line():
