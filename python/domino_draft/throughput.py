@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,12 @@ def measure(
         a temperature, where both follow one law with different noise)}.
     """
     asked = num_drafts or {}
+    for i, prompt in enumerate(prompts):
+        if len(prompt) + max_new_tokens > (target.max_length or sys.maxsize):
+            raise ValueError(
+                f"measure: prompts[{i}]: got {len(prompt)} tokens and max_new_tokens "
+                f"{max_new_tokens}, expected at most {target.max_length} positions in all"
+            )
     if engines is None:
         longest = max(map(len, prompts)) + max_new_tokens
         engines = make_engines(

@@ -116,6 +116,14 @@ def test_a_plot_that_breaks_off_leaves_the_old_one(tmp_path, monkeypatch):
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.svg", "old")]
 
 
+def test_a_prompt_that_does_not_fit_is_named(tiny_config):
+    target = Target(tiny_model("Llama"))
+    with pytest.raises(ValueError, match=r"measure: prompts\[1\]: got 250 tokens .*at most 256"):
+        throughput.measure(target, {}, [[5], [5] * 250], max_new_tokens=7)
+    report = throughput.measure(target, {}, [[5], [5] * 249], max_new_tokens=7)
+    assert report["rows"][0]["tokens"] == 14
+
+
 def test_trees_need_the_fused_layers(folders, tmp_path):
     target, drafter = folders
     (tmp_path / "p.jsonl").write_text('{"text": "one"}\n')
