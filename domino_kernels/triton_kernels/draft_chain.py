@@ -468,10 +468,11 @@ class _Chain:
         base, pool = self.base[:, self.first_slot + self.prefix :], self.memory.pool
         groups = pool.size(1) // GROUP_BEST
         periods = triton.cdiv(self.weights.vocab_size, GROUP_BEST * groups)
-        shortlist_kernel[triton.cdiv(groups, 4), self.batch](
+        # A group a program: the keys of more of them, 64 bits each, would not stay in registers.
+        shortlist_kernel[groups, self.batch](
             pool, base, base.stride(0), base.stride(1),
             groups, periods, self.corrected, self.weights.vocab_size,
-            BEST=GROUP_BEST, BLOCK_G=4, BLOCK_I=triton.next_power_of_2(periods), num_warps=8,
+            BEST=GROUP_BEST, BLOCK_G=1, BLOCK_I=triton.next_power_of_2(periods), num_warps=4,
         )  # fmt: skip
 
     def score_pool(self, draft, keys):
