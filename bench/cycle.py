@@ -27,6 +27,7 @@ from domino_draft import DominoConfig, DominoDrafter, Engine, Target, cache_ops
 from domino_draft.cycle import Cycle
 from domino_draft.engine import _Request
 from domino_draft.policy import Choice
+from domino_draft.requests import Law, Sampling
 
 from bench import report, timing
 
@@ -114,8 +115,8 @@ class ForcedCycle(Cycle):
 
     accept = 1.0
 
-    def _verify(self, logits, proposed, lengths, starts, greedy):
-        result = super()._verify(logits, proposed, lengths, starts, greedy)
+    def _verify(self, logits, proposed, lengths, starts, law):
+        result = super()._verify(logits, proposed, lengths, starts, law)
         rows, drafts = proposed.shape
         if drafts:
             self.tables = getattr(self, "tables", {})
@@ -148,7 +149,7 @@ def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, 
     engine._fused.accept = accept
     # Rows as a prompt would leave them, without its forward: what is measured comes after it.
     engine._running = [
-        _Request(i, [1] * context, 1 << 30, 0.0, i, frozenset()) for i in range(batch)
+        _Request(i, [1] * context, 1 << 30, Sampling(), i, frozenset()) for i in range(batch)
     ]
     engine._keep(range(batch))
     engine.cache.all_lengths.fill_(context)
@@ -157,7 +158,7 @@ def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, 
         for stack in engine._fused.draft_kv:
             stack.normal_()
     anchors = torch.arange(100, 100 + batch, device="cuda")
-    engine._fused.put(0, anchors, [0.0] * batch, [0] * batch)
+    engine._fused.put(0, anchors, [Sampling()] * batch, [0] * batch)
     return engine
 
 
@@ -297,14 +298,14 @@ def stages_ms(cycle, rows, drafts, calls=4):
     proposed, _ = cycle._chain(hidden, base, anchors, choice)
     x, features = cycle._forward(anchors, proposed, lengths, *shape)
     logits = cycle.target.logits(x)
-    result = cycle._verify(logits, proposed, lengths, None, True)
+    result = cycle._verify(logits, proposed, lengths, None, Law.GREEDY)
     stages = {
         "draft layers": lambda: cycle._block(anchors, lengths, drafts),
         "draft LM head": lambda: cycle._draft_logits(hidden),
         "draft_chain": lambda: cycle._chain(hidden, base, anchors, choice),
         "target layers": lambda: cycle._forward(anchors, proposed, lengths, *shape),
         "target LM head": lambda: cycle.target.logits(x),
-        "verify_chain": lambda: Cycle._verify(cycle, logits, proposed, lengths, None, True),
+        "verify_chain": lambda: Cycle._verify(cycle, logits, proposed, lengths, None, Law.GREEDY),
         "commit": lambda: cycle._commit(result, features, anchors, lengths),
     }
     found = {}

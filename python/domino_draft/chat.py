@@ -38,13 +38,17 @@ class Chat:
         max_new_tokens: int,
         system: str | None = None,
         temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
         num_drafts: int | str | None = None,
         thinking: bool | None = None,
     ):
         self.target, self.drafter, self.system = target, drafter, system
         self.thinking = thinking
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.max_new_tokens = max_new_tokens
+        self.law = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         self.num_drafts, self._seed = num_drafts, seed
         self._engine: Engine | None = None
         self._request = -1
@@ -71,9 +75,7 @@ class Chat:
         engine.cancel(self._request)
         # Two equal turns are not to get one and the same answer: each has noise of its own.
         seed = self._seed + sum(turn["role"] == "assistant" for turn in turns)
-        self._request = engine.add(
-            ids, self.max_new_tokens, temperature=self.temperature, seed=seed_bits(seed)
-        )
+        self._request = engine.add(ids, self.max_new_tokens, seed=seed_bits(seed), **self.law)
         return self._answer(turns, engine, self._request)
 
     def _engine_for(self, length: int) -> Engine:

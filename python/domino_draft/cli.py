@@ -74,6 +74,17 @@ _SAMPLING = _options(
     click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True),
     click.option("--seed", type=int, default=0, show_default=True),
 )
+_FILTERS = _options(
+    click.option("--top-k", type=click.IntRange(0), default=0, help="Of the likeliest; 0: all."),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        help="Of the fewest with this share.",
+    ),
+    click.option(
+        "--min-p", type=click.FloatRange(0, 1), default=0.0,
+        help="Of those at least so likely, relative to the likeliest.",
+    ),
+)  # fmt: skip
 
 
 class _Drafts(click.ParamType):
@@ -149,12 +160,13 @@ def _progress():
     help="Lines of --file at once.",
 )  # fmt: skip
 @_SAMPLING
+@_FILTERS
 @_DRAFTS
 @_MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def generate(
-    prompt, file, target, drafter, chat, thinking, batch_size, max_new_tokens, temperature, seed,
-    num_drafts, as_json, **machine,
+    prompt, file, target, drafter, chat, thinking, batch_size, max_new_tokens, temperature, top_k,
+    top_p, min_p, seed, num_drafts, as_json, **machine,
 ):  # fmt: skip
     """Answer PROMPT, the lines of --file, or the standard input; text is streamed.
 
@@ -184,10 +196,10 @@ def generate(
         rows[i] |= {"finish": "error", "error": str(error)}
         click.echo(f"prompt {i}: {error}", err=True)
 
+    law = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for i, text in enumerate(ids):
         try:
-            settings = {"temperature": temperature, "seed": seed_bits(seed + i)}
-            numbers[engine.add(text, max_new_tokens, **settings)] = i
+            numbers[engine.add(text, max_new_tokens, seed=seed_bits(seed + i), **law)] = i
         except ValueError as error:
             fail(i, error)
     stats = Stats(accepted=[[] for _ in ids])
@@ -271,6 +283,7 @@ def _encode(tokenizer, text: str, chat: bool, thinking: bool | None) -> list[int
 @click.option("--system", help="A system turn, in place of the template's own.")
 @_THINKING
 @_SAMPLING
+@_FILTERS
 @_DRAFTS
 @_MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a turn instead of text.")

@@ -23,6 +23,7 @@ from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
 from . import cache_ops, row_ops
 from .config import TAKEN_BACK
 from .fused import FusedDrafter, FusedTarget
+from .requests import Law, Sampling, law_of
 from .vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ _POOL = 1024
 _TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memory
 LATE_PLACES = 16  # cycles without drafts whose hidden states become the drafter's context together
 _SHORT = 4096  # tokens of prompts that are padded and captured together
+# What a request may set, and verify_chain reads on the device.
+SAMPLING = {
+    "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
+    "min_p": torch.float32,
+}  # fmt: skip
 _TIMED = TAKEN_BACK - 1  # replays that a new graph is timed by, after a first
 
 
@@ -147,8 +153,12 @@ class Cycle:
         self.limits = torch.zeros_like(self.anchors)
         self.seed = torch.zeros_like(self.anchors)
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.top_p = torch.ones_like(self.temperature)
+        self.min_p = torch.zeros_like(self.temperature)
+        self._filtered = False  # a request with filters has been there
         self._zero = torch.zeros_like(self.temperature)
-        self._graphs: dict[tuple[int, Choice, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, Choice, Law], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._late_turns = torch.zeros_like(self.anchors)
         self._late_count = self._late_rows = 0
         self._late_graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
@@ -156,7 +166,7 @@ class Cycle:
         self._context_of_prompts: Callable[[], None] | None = None
         self._lost: dict[int, float] = {}
         self._capture_ms = float("inf")
-        self._costs: dict[tuple[int, Choice, bool], float] = {}
+        self._costs: dict[tuple[int, Choice, Law], float] = {}
         self._chains: dict[tuple[int, int], ChainPlan] = {}
         self._pool = None
         pinned = device.type == "cuda"
@@ -168,12 +178,15 @@ class Cycle:
         self._turn = 0
 
     def put(
-        self, first: int, anchors: Tensor, temperatures: Sequence[float], seeds: Sequence[int]
+        self, first: int, anchors: Tensor, sampling: Sequence[Sampling], seeds: Sequence[int]
     ) -> None:
         """Rows `first` and up start at these anchors; their prompts are in the caches."""
         rows = slice(first, first + len(anchors))
         self.anchors[rows] = anchors
-        self.temperature[rows] = on_device(temperatures, torch.float32, self.device)
+        self._filtered |= law_of(sampling) is Law.FILTERED
+        for name in self._settings(self._filtered):
+            values = [getattr(s, name) for s in sampling]
+            getattr(self, name)[rows] = on_device(values, SAMPLING[name], self.device)
         self.seed[rows] = on_device(seeds, torch.int64, self.device)
         # A block of a row that stands there still ends inside the cache.
         self.limits[rows] = self.cache.max_length - self.block
@@ -182,7 +195,8 @@ class Cycle:
         """Keep only these rows, as rows 0, 1, ...; none holds anything from `reach` on."""
         self.catch_up()
         index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        for state in (self.anchors, self.seed, self.temperature):
+        settings = self._settings(self._filtered).values()
+        for state in (self.anchors, self.seed, *settings):
             state[: len(rows)] = state[index]
         self.limits[len(rows) :] = 0
         self.cache.select(rows, reach)
@@ -287,7 +301,7 @@ class Cycle:
 
     # ---- the cycle ----
 
-    def run(self, rows: int, choice: Choice, greedy: bool) -> Tensor:
+    def run(self, rows: int, choice: Choice, law: Law) -> Tensor:
         """One cycle of rows 0 .. rows - 1; returns its line, [rows, drafts + 3] on the device."""
         lengths = self.cache.all_lengths[:rows]
         anchors = self.anchors[:rows]
@@ -300,7 +314,7 @@ class Cycle:
                 starts = cache_ops.allot(log_probs, self.limits[:rows], rows * choice.tokens)
                 tokens = cache_ops.Rows(choice.drafts + 1, starts)
         x, features = self._forward(anchors, proposed, lengths, tokens, rows * choice.tokens)
-        result = self._verify(self.target.logits(x), proposed, lengths, tokens.starts, greedy)
+        result = self._verify(self.target.logits(x), proposed, lengths, tokens.starts, law)
         return self._commit(result, features, anchors, lengths, tokens)
 
     # Its stages.
@@ -391,23 +405,27 @@ class Cycle:
         proposed: Tensor,
         lengths: Tensor,
         starts: Tensor | None,
-        greedy: bool,
+        law: Law,
     ) -> VerifyResult:
         rows = len(lengths)
         given = dict(logprobs=False, cu_rows=starts)
         if starts is None:
             logits = logits.view(rows, -1, logits.shape[-1])
-        if greedy:
+        if law is Law.GREEDY:
             return verify_chain(logits, proposed, **given)
         return verify_chain(
             logits,
             proposed,
             rule="token",
-            temperature=self.temperature[:rows],
             seed=self.seed[:rows],
             block_start=lengths,
+            **{n: values[:rows] for n, values in self._settings(law is Law.FILTERED).items()},
             **given,
         )
+
+    def _settings(self, filtered: bool) -> dict[str, Tensor]:
+        names = SAMPLING if filtered else ("temperature",)
+        return {name: getattr(self, name) for name in names}
 
     def _commit(
         self,
@@ -468,15 +486,15 @@ class Cycle:
 
     # ---- graphs ----
 
-    def queue(self, rows: int, size: int, choice: Choice, greedy: bool) -> Pending:
+    def queue(self, rows: int, size: int, choice: Choice, law: Law) -> Pending:
         """Queue a cycle of the first `rows` rows, padded to `size`; captured on first use."""
         if choice.drafts or self._late_count == LATE_PLACES or size != self._late_rows:
             self.catch_up()
         if self.session is not None and not choice.drafts:
             self._late_count, self._late_rows = self._late_count + 1, size
         if self.device.type != "cuda":
-            return self.read(self.run(size, choice, greedy), rows)
-        key = size, choice, greedy
+            return self.read(self.run(size, choice, law), rows)
+        key = size, choice, law
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         graph, line = self._graphs[key]
@@ -495,37 +513,35 @@ class Cycle:
         event.record()
         return Pending(host[:rows], event)
 
-    def costs(self, size: int, choices: Sequence[Choice], greedy: bool) -> dict[Choice, float]:
+    def costs(self, size: int, choices: Sequence[Choice], law: Law) -> dict[Choice, float]:
         """Milliseconds of a cycle for each of them; captures what is not captured yet."""
-        if not all((size, c, greedy) in self._costs for c in choices):
-            self.warmup([size], choices, [greedy])
-        return {c: self._costs[size, c, greedy] for c in choices}
+        if not all((size, c, law) in self._costs for c in choices):
+            self.warmup([size], choices, [law])
+        return {c: self._costs[size, c, law] for c in choices}
 
-    def size(self, rows: int, choices: Sequence[Choice], greedy: bool) -> int:
+    def size(self, rows: int, choices: Sequence[Choice], law: Law) -> int:
         """The number of rows to run the next cycle for: padded; or, until what that loses makes up
         for a capture of all the choices, that of the next larger graphs. A batch that runs empty
         passes many sizes, and does not stop at each."""
         size = min(padded_rows(rows), self.rows)
-        if all((size, c, greedy) in self._graphs for c in choices):
+        if all((size, c, law) in self._graphs for c in choices):
             return size
-        there = [s for s, c, g in self._graphs if c == choices[0] and g == greedy and s > size]
-        there = [s for s in there if all((s, c, greedy) in self._graphs for c in choices)]
+        there = [s for s, c, g in self._graphs if c == choices[0] and g is law and s > size]
+        there = [s for s in there if all((s, c, law) in self._graphs for c in choices)]
         if not there:
             return size
         larger = min(there)
         # Half of a cycle's time is taken to follow its rows.
-        lost = self._costs[larger, choices[0], greedy] * (1 - size / larger) / 2
+        lost = self._costs[larger, choices[0], law] * (1 - size / larger) / 2
         self._lost[size] = self._lost.get(size, 0.0) + lost
         return larger if self._lost[size] <= len(choices) * self._capture_ms else size
 
-    def warmup(
-        self, sizes: Iterable[int], choices: Iterable[Choice], rules: Iterable[bool]
-    ) -> None:
+    def warmup(self, sizes: Iterable[int], choices: Iterable[Choice], laws: Iterable[Law]) -> None:
         """Capture what `queue` would for these numbers of rows and these choices."""
-        rules, choices = list(rules), sorted(choices, reverse=True)
+        laws, choices = list(laws), sorted(choices, reverse=True)
         # The largest first: smaller ones find their memory in the pool.
         for size in sorted({min(padded_rows(n), self.rows) for n in sizes}, reverse=True):
-            for key in ((size, choice, greedy) for choice in choices for greedy in rules):
+            for key in ((size, choice, law) for choice in choices for law in laws):
                 if self.device.type != "cuda":
                     self._costs[key] = 1.0 + key[1].drafts / 16  # nothing to measure, or to gain
                 elif key not in self._graphs:
@@ -533,7 +549,7 @@ class Cycle:
             if self.session is not None and not choices[-1].drafts and self.device.type == "cuda":
                 self._warm_late(size)
 
-    def _capture(self, rows: int, choice: Choice, greedy: bool):
+    def _capture(self, rows: int, choice: Choice, law: Law):
         begun = time.perf_counter()
         state = (self.anchors, self.cache.all_lengths, self._late_turns)
         kept = [t.clone() for t in state]
@@ -547,13 +563,13 @@ class Cycle:
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                self.run(rows, choice, greedy)  # kernels load, and libraries make their plans
+                self.run(rows, choice, law)  # kernels load, and libraries make their plans
         finally:  # of a run that found no memory, too: what it has queued still writes the caches
             current.wait_stream(stream)
             restore()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            line = self.run(rows, choice, greedy)
+            line = self.run(rows, choice, law)
         self._pool = self._pool or graph.pool()
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -564,7 +580,7 @@ class Cycle:
         end.record()
         restore()
         end.synchronize()
-        self._costs[rows, choice, greedy] = start.elapsed_time(end) / _TIMED
+        self._costs[rows, choice, law] = start.elapsed_time(end) / _TIMED
         # The least: others loaded kernels, too.
         self._capture_ms = min(self._capture_ms, (time.perf_counter() - begun) * 1e3)
         return graph, line

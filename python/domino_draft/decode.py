@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,9 @@ def generate(
     *,
     max_new_tokens: int,
     temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | str | None = None,
@@ -82,7 +85,8 @@ def generate(
     """Decode a batch of prompts, with a drafter or (None) with the target alone.
 
     prompts: token ids, or strings when the target has a tokenizer (no chat template is applied).
-    temperature and seed: one for all or one a row; 0 is greedy. An int seed gives row r seed + r;
+    temperature, top_k, top_p, min_p (see `Engine.add`) and seed: one for all or one a row;
+    temperature 0 is greedy. An int seed gives row r seed + r;
     seeds count modulo 2**64, as in domino_kernels.rng. A row's output depends on its own prompt,
     seed and temperature only, up to the rounding of batched arithmetic. stop_token_ids None: the
     model's own; () never stops. num_drafts: tokens drafted a cycle, up to drafter.max_drafts,
@@ -101,6 +105,9 @@ def generate(
         prompts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
         seed=seed,
         stop_token_ids=stop_token_ids,
         num_drafts=num_drafts,
@@ -122,6 +129,9 @@ def stream(
     *,
     max_new_tokens: int,
     temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    min_p: float | Sequence[float] = 0.0,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | str | None = None,
@@ -144,7 +154,8 @@ def stream(
                 f"{op}: prompts[{i}]: got {len(ids[i])} tokens and max_new_tokens {count}, "
                 f"expected at most {target.max_length} positions in all"
             )
-    laws = requests.temperatures(f"{op}: temperature", temperature, len(ids))
+    sampling = requests.samplings(op, len(ids), temperature, top_k, top_p, min_p)
+    laws = [s.temperature for s in sampling]
     where = f"{op}: seed"
     if not requests.is_list(seed):
         seed = [requests.per_row(where, seed, 1, index, "integers")[0] + r for r in range(len(ids))]
@@ -158,6 +169,8 @@ def stream(
     stats = stats if stats is not None else Stats()
     stats.accepted = [[] for _ in ids]
     options = None if tree is None else tree.settled(drafter, laws)
+    if options is not None and requests.law_of(sampling) is requests.Law.FILTERED:
+        raise ValueError(f"{op}: tree: got one with top_k, top_p or min_p, expected none of them")
     if options is not None and (options.lookup or target.device.type != "cuda" or why_not(target)):
         from .tree import TreeLoop
 
@@ -173,11 +186,11 @@ def stream(
         num_drafts=num_drafts,
         tree=options,
     )
-    for prompt, law, bits in zip(ids, laws, seeds):
+    for prompt, chosen, bits in zip(ids, sampling, seeds):
         engine.add(
             prompt,
             count,
-            temperature=law,
+            **asdict(chosen),
             seed=requests.seed_bits(bits),
             stop_token_ids=stop_token_ids,
         )

@@ -25,10 +25,11 @@ from domino_kernels import verify_chain
 
 from . import requests as checks
 from .cache import RowCache
-from .cycle import Cycle, Pending, on_device, padded_rows, tells_chances
+from .cycle import SAMPLING, Cycle, Pending, on_device, padded_rows, tells_chances
 from .drafter import Batch, DominoDrafter, Drafter
 from .fused import CannotFuse
 from .policy import Choice, DraftLength
+from .requests import Law, Sampling
 from .tree_cycle import TreeCycle
 from .vocabulary import draft_ids
 
@@ -62,7 +63,7 @@ class _Request:
     id: int
     prompt: list[int]
     max_new_tokens: int
-    temperature: float
+    sampling: Sampling
     seed: int
     stops: frozenset[int]
     emitted: int = 0
@@ -79,7 +80,7 @@ class Engine:
 
         engine = Engine(target, drafter, max_batch=8, max_length=2048)
         engine.add("def fibonacci(n):", 128)
-        engine.add(ids, 64, temperature=0.7, seed=3)
+        engine.add(ids, 64, temperature=0.7, top_p=0.95, seed=3)
         for chunk in engine:  # until nothing is left; more may be added meanwhile
             print(chunk.request, chunk.tokens, chunk.finish)
 
@@ -214,18 +215,26 @@ class Engine:
             return None, f"stock forward: {reason}"
         return cycle, "captured" if on_gpu else "fused"
 
-    def warmup(self, batch_sizes: Iterable[int] | None = None, *, sampled: bool = False) -> None:
+    def warmup(
+        self,
+        batch_sizes: Iterable[int] | None = None,
+        *,
+        sampled: bool = False,
+        filtered: bool = False,
+    ) -> None:
         """Capture the cycles of these batch sizes (default: all up to max_batch).
 
-        sampled: those of requests with a temperature too.
+        sampled: those of requests with a temperature too; filtered: and with filters.
         """
         if self._fused is not None:
             sizes = range(1, self.max_batch + 1) if batch_sizes is None else batch_sizes
             with torch.inference_mode():
-                rules = (True, False) if sampled else (True,)
+                laws = [Law.GREEDY]
+                laws += [Law.DRAWN] if sampled else []
+                laws += [Law.FILTERED] if filtered else []
                 sizes = {min(padded_rows(n), self._fused.rows) for n in sizes}
                 for rows in sorted(sizes, reverse=True):  # smaller ones find memory in the pool
-                    self._fused.warmup([rows], self._choices(rows), rules)
+                    self._fused.warmup([rows], self._choices(rows), laws)
 
     @property
     def num_waiting(self) -> int:
@@ -241,13 +250,19 @@ class Engine:
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int | None = None,
         stop_token_ids: Iterable[int] | None = None,
     ) -> int:
         """Queue a request; returns its id: 0, 1, ... in this order.
 
         prompt: token ids, or a string when the target has a tokenizer (no chat template is
-        applied). temperature 0 is greedy. seed None: the request's id, so that no two share noise.
+        applied). temperature 0 is greedy; else tokens follow the target's law, filtered as by
+        Transformers: the top_k likeliest (0: all), of these the fewest with a share of top_p (1:
+        all), of these all of at least min_p times the greatest probability. No filters with trees.
+        seed None: the request's id, so that no two share noise.
         stop_token_ids None: the model's own; () never stops.
 
         Raises:
@@ -262,8 +277,10 @@ class Engine:
                 f"add: prompt: got {len(ids)} tokens and max_new_tokens {max_new_tokens}, expected "
                 f"at most {self.max_length} positions in all"
             )
-        (temperature,) = checks.temperatures("add: temperature", temperature, 1)
-        if temperature and self.tree is not None and self.tree.rule == "greedy":
+        (sampling,) = checks.samplings("add", 1, temperature, top_k, top_p, min_p)
+        if self.tree is not None and sampling.law is Law.FILTERED:
+            raise ValueError(f"add: top_k, top_p, min_p: got {sampling}, expected none with trees")
+        if sampling.temperature and self.tree is not None and self.tree.rule == "greedy":
             raise ValueError(
                 f"add: temperature: got {temperature}, expected 0 with trees of rule 'greedy'"
             )
@@ -274,7 +291,7 @@ class Engine:
         if stop_token_ids is None:
             stop_token_ids = self.target.stop_token_ids
         stops = checks.integers("add: stop_token_ids", stop_token_ids)
-        request = _Request(self._added, ids, max_new_tokens, temperature, seed, frozenset(stops))
+        request = _Request(self._added, ids, max_new_tokens, sampling, seed, frozenset(stops))
         self._added += 1
         self._waiting.append(request)
         return request.id
@@ -336,10 +353,10 @@ class Engine:
             while len(self._queued) < AHEAD:
                 rows = len(self._running)
                 choices = self._choices(rows)
-                size, choice = self._fused.size(rows, choices, self.greedy), choices[0]
+                size, choice = self._fused.size(rows, choices, self.law), choices[0]
                 if self._policy is not None:
-                    choice = self._policy.choose(self._fused.costs(size, choices, self.greedy))
-                cycle = self._fused.queue(rows, size, choice, self.greedy)
+                    choice = self._policy.choose(self._fused.costs(size, choices, self.law))
+                cycle = self._fused.queue(rows, size, choice, self.law)
                 self._queued.append((cycle, choice, list(self._running)))
             cycle, choice, requests = self._queued.popleft()
             live = [(r, line) for r, line in zip(requests, cycle.lines()) if not r.done]
@@ -439,7 +456,7 @@ class Engine:
         if self._fused is None:
             return line.tolist()
         anchors = result.tokens[:, 0].clamp(min=0)
-        self._fused.put(first, anchors, [r.temperature for r in new], [r.seed for r in new])
+        self._fused.put(first, anchors, [r.sampling for r in new], [r.seed for r in new])
         pending = self._fused.read(line, len(new))
         self._fused.store_prompts()
         return pending.lines()
@@ -466,25 +483,27 @@ class Engine:
         return lines
 
     def _verify(self, logits: Tensor, drafts: Tensor, block_start: Tensor):
-        if self.greedy:
+        if self.law is Law.GREEDY:
             return verify_chain(logits, drafts)
         return verify_chain(
             logits,
             drafts,
             rule="match" if self.tree is not None and self.tree.rule == "match" else "token",
-            temperature=self.temperature,
-            seed=self.seed,
             block_start=block_start,
+            **self._drawn,
         )
 
     def _set_law(self, requests: Sequence[_Request]) -> None:
         """How these rows are to be verified."""
-        device = self.target.device
-        temperatures, seeds = [r.temperature for r in requests], [r.seed for r in requests]
-        self.greedy = not any(temperatures)
-        if not self.greedy:
-            self.temperature = on_device(temperatures, torch.float32, device)
-            self.seed = on_device(seeds, torch.int64, device)
+        device, sampling = self.target.device, [r.sampling for r in requests]
+        self.law = checks.law_of(sampling)
+        if self.law is Law.GREEDY:
+            return
+        self._drawn = {"seed": on_device([r.seed for r in requests], torch.int64, device)}
+        for name, dtype in SAMPLING.items():
+            if name == "temperature" or self.law is Law.FILTERED:
+                values = [getattr(s, name) for s in sampling]
+                self._drawn[name] = on_device(values, dtype, device)
 
     def _deliver(self, first: int, lines: list[list[int]], *, cycle: bool) -> list[Chunk]:
         """Chunks of rows `first` and up; the rows that are done leave."""
@@ -534,7 +553,7 @@ class Engine:
                     self.session.select(rows)
             self._running = running  # not before the device has moved them: that may raise
         self.cache.focus(0, count)
-        self.greedy = not any(r.temperature for r in self._running)
+        self.law = checks.law_of([r.sampling for r in self._running])
         anchors = self.batch.anchors  # which nothing reads where they live in the cycle's state
         if self._fused is None:
             self._set_law(self._running)

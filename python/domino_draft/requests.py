@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,53 @@ import torch
 if TYPE_CHECKING:
     from .drafter import Drafter
     from .target import Target
+
+
+class Law(Enum):
+    """What the launches of a batch have to look at: the most that one of its rows asks for."""
+
+    GREEDY = 0
+    DRAWN = 1  # temperatures and seeds
+    FILTERED = 2  # and filters
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen: parameters of `verify_chain`, here with their off values.
+
+    temperature 0: greedily. Filters in the order of Transformers: top_k, top_p, min_p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def law(self) -> Law:
+        if not self.temperature:
+            return Law.GREEDY
+        off = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+        return Law.DRAWN if off else Law.FILTERED
+
+
+def law_of(samplings: Sequence[Sampling]) -> Law:
+    return max((s.law for s in samplings), key=lambda law: law.value, default=Law.GREEDY)
+
+
+def samplings(op: str, rows: int, temperature, top_k, top_p, min_p) -> list[Sampling]:
+    """One a row, from lists or from one value for all; `op` names the function in errors."""
+    found = [temperatures(f"{op}: temperature", temperature, rows)]
+    for name, value, kind, kinds, fits, expected in (
+        ("top_k", top_k, index, "integers", lambda k: 0 <= k < 2**31, "0 (off) or more"),
+        ("top_p", top_p, float, "numbers", lambda p: 0 < p <= 1, "above 0 and up to 1 (off)"),
+        ("min_p", min_p, float, "numbers", lambda p: 0 <= p <= 1, "0 (off) to 1"),
+    ):
+        values = per_row(f"{op}: {name}", value, rows, kind, kinds)
+        if not all(map(fits, values)):
+            raise ValueError(f"{op}: {name}: got {value}, expected {expected}")
+        found.append(values)
+    return [Sampling(*values) for values in zip(*found)]
 
 
 def is_list(value) -> bool:

@@ -16,6 +16,7 @@ from domino_kernels import TreePlan, build_tree, compact_accepted, kv_move, shor
 
 from . import cache_ops
 from .cycle import Cycle
+from .requests import Law
 
 if TYPE_CHECKING:
     from .policy import Choice
@@ -32,14 +33,14 @@ class TreeCycle(Cycle):
         self.options = options
         self._plans: dict[int, TreePlan] = {}
 
-    def run(self, rows: int, choice: Choice, greedy: bool) -> Tensor:
+    def run(self, rows: int, choice: Choice, law: Law) -> Tensor:
         lengths, anchors = self.cache.all_lengths[:rows], self.anchors[:rows]
-        tree, law = self._tree(anchors, lengths)
+        tree, drawn = self._tree(anchors, lengths)
         nodes = cache_ops.Rows(self.options.nodes, None, tree.positions, tree.mask)
         drafts = tree.tokens[:, 1:].contiguous()
         x, features = self._forward(anchors, drafts, lengths, nodes, rows * nodes.tokens)
         logits = self.target.logits(x).view(rows, nodes.tokens, -1)
-        result = self._verify_tree(logits, tree, lengths, greedy, law)
+        result = self._verify_tree(logits, tree, lengths, law, drawn)
         held = [layer[:rows] for pair in self.kv for layer in pair]
         kv_move(held, result.path, result.num_accepted, lengths, layout="HND")
         path = result.path[:, : self.num_drafts + 1].contiguous()
@@ -93,8 +94,8 @@ class TreeCycle(Cycle):
             ids = torch.arange(shape[-1], device=self.device, dtype=torch.int32)[None]
         return tree, {"draft_pool": (ids[:, None].expand(shape), draft.scores)}
 
-    def _verify_tree(self, logits: Tensor, tree, lengths: Tensor, greedy: bool, law: dict):
-        rule = self.options.rule or ("greedy" if greedy else "target_only")
+    def _verify_tree(self, logits: Tensor, tree, lengths: Tensor, law: Law, drawn: dict):
+        rule = self.options.rule or ("greedy" if law is Law.GREEDY else "target_only")
         if rule == "greedy":
             return verify_tree(logits, tree.tokens, tree.parents)
         rows = slice(0, len(lengths))
@@ -106,5 +107,5 @@ class TreeCycle(Cycle):
             temperature=self.temperature[rows],
             seed=self.seed[rows],
             block_start=lengths,
-            **law,
+            **drawn,
         )

@@ -5,6 +5,7 @@ import torch
 from domino_draft import DominoDrafter, Engine, Target
 from domino_draft.cycle import padded_rows
 from domino_draft.policy import Choice
+from domino_draft.requests import Law
 
 from .conftest import tiny_model
 from .test_decode import assert_own_text, own_text
@@ -172,11 +173,16 @@ def test_a_batch_that_runs_empty_borrows_the_larger_graph_for_a_while(target):
     capture of every choice."""
     cycle = Engine(target, max_batch=8, max_length=8, fused=True)._fused
     none, two = Choice.whole(0), Choice.whole(2)
-    there = [(8, none, True), (6, none, True), (8, two, True), (3, none, False)]
+    there = [
+        (8, none, Law.GREEDY),
+        (6, none, Law.GREEDY),
+        (8, two, Law.GREEDY),
+        (3, none, Law.DRAWN),
+    ]
     cycle._graphs, cycle._costs = dict.fromkeys(there), dict.fromkeys(there, 4.0)
     cycle._capture_ms = 40.0  # 1 ms a cycle of 6 rows where 3 would do: 40 cycles
-    assert [cycle.size(3, [none], True) for _ in range(43)] == [6] * 40 + [3] * 3
-    assert cycle.size(7, [none], True) == 8 and cycle.size(5, [none], True) == 6
+    assert [cycle.size(3, [none], Law.GREEDY) for _ in range(43)] == [6] * 40 + [3] * 3
+    assert cycle.size(7, [none], Law.GREEDY) == 8 and cycle.size(5, [none], Law.GREEDY) == 6
     # 1.5 ms where 2 would do in place of 8, and two choices to capture: 53 cycles
-    assert [cycle.size(2, [none, two], True) for _ in range(55)] == [8] * 53 + [2] * 2
-    assert cycle.size(4, [none], False) == 4
+    assert [cycle.size(2, [none, two], Law.GREEDY) for _ in range(55)] == [8] * 53 + [2] * 2
+    assert cycle.size(4, [none], Law.DRAWN) == 4

@@ -5,6 +5,7 @@ import torch
 from domino_draft import DominoConfig, DominoDrafter, Engine, Target, estimate_memory
 from domino_draft.config import TAKEN_BACK
 from domino_draft.policy import Choice
+from domino_draft.requests import Law
 
 from .conftest import tiny_model
 
@@ -166,12 +167,12 @@ def test_taken_back_at_every_length(tiny_config, monkeypatch, kind, device):
             anchor = cycle.anchors.clone()
             for again in range(TAKEN_BACK if rows == "rings" else 0):
                 lengths.fill_(length + again * (BLOCK + 1))
-                cycle.run(1, choice, True)
+                cycle.run(1, choice, Law.GREEDY)
             lengths.fill_(length)
             cycle.anchors.copy_(anchor)
             hidden = cycle._block(cycle.anchors, lengths, BLOCK)
             seen.append(hidden.clone())
-            line = cycle.run(1, choice, True)
+            line = cycle.run(1, choice, Law.GREEDY)
             lengths.fill_(length + 1)  # keep one token a cycle: every length is met
             cycle.anchors.copy_(line[:, 2])
         lines.append(torch.cat(seen))
