@@ -252,9 +252,9 @@ class Cycle:
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
             ids[row, -2], ids[row, -1] = first + row, len(prompt) - 1
-        if size[0] * size[1] > _SHORT or self.device.type != "cuda":
-            return self._prompts(ids.to(self.device, non_blocking=True))[:count]
         with _nvtx(self.device, f"domino prompts B={size[0]} T={size[1]}"):
+            if size[0] * size[1] > _SHORT or self.device.type != "cuda":
+                return self._prompts(ids.to(self.device, non_blocking=True))[:count]
             if size not in self._prompt_graphs:
                 self._prompt_graphs[size] = None
                 return self._prompts(ids.to(self.device, non_blocking=True))[:count]
@@ -492,13 +492,13 @@ class Cycle:
             self.catch_up()
         if self.session is not None and not choice.drafts:
             self._late_count, self._late_rows = self._late_count + 1, size
-        if self.device.type != "cuda":
-            return self.read(self.run(size, choice, law), rows)
-        key = size, choice, law
-        if key not in self._graphs:
+        key, captured = (size, choice, law), self.device.type == "cuda"
+        if captured and key not in self._graphs:
             self._graphs[key] = self._capture(*key)
-        graph, line = self._graphs[key]
         with _nvtx(self.device, f"domino cycle B={size} K={choice.drafts}"):
+            if not captured:
+                return self.read(self.run(*key), rows)
+            graph, line = self._graphs[key]
             graph.replay()
             return self.read(line, rows)
 
