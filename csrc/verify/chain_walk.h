@@ -168,7 +168,8 @@ DOMINO_HD RaceNoise race_noise(const ChainRequest& r, int i, Outcome outcome) {
   return {r.noise(), purpose, r.first_slot + i};
 }
 
-DOMINO_HD void emit_counts(const ChainRequest& r, int stop, int64_t last, uint32_t status) {
+template <class Request>
+DOMINO_HD void emit_counts(const Request& r, int stop, int64_t last, uint32_t status) {
   r.p.num_accepted[r.b] = stop;
   r.p.num_emitted[r.b] = stop + (last >= 0 ? 1 : 0);
   r.p.status[r.b] = static_cast<uint8_t>(status);

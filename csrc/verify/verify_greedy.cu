@@ -18,11 +18,16 @@ int launch_alone(const VerifyChainParams& p, void* stream) {
   const int64_t words = rows * kGreedyWarps;
   parts = std::min(parts, kGreedyWords / words);
   const int64_t most = kGreedyWords / (words * parts);  // requests of a launch
+  const int share = static_cast<int>(ceil_div(groups, parts));
+  const bool whole = p.cu_rows == nullptr && p.num_active == nullptr && p.residual_slot == nullptr;
   return dispatch_rows(p, !has_edits(p), [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
+    using Whole = std::conditional_t<std::is_void_v<T>, ChainRequest, WholeRequest>;
+    const auto kernel =
+        whole ? verify_greedy_kernel<T, Whole> : verify_greedy_kernel<T, ChainRequest>;
     for (int64_t first = 0; first < p.batch; first += most) {
       const dim3 grid(parts, rows, std::min(most, p.batch - first));
-      verify_greedy_kernel<T><<<grid, kGreedyThreads, 0, as_stream(stream)>>>(p, first);
+      kernel<<<grid, kGreedyThreads, 0, as_stream(stream)>>>(first, share, p);
     }
     return launched();
   });

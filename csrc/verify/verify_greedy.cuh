@@ -22,10 +22,17 @@ constexpr int kMostGreedyParts = 8;  // of a row
 __device__ __forceinline__ void store_word(unsigned long long* word, unsigned long long value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
-__device__ __forceinline__ unsigned long long load_word(const unsigned long long* word) {
-  unsigned long long value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
+// Two words where `exists`, otherwise 0 twice. No branch, so that all loads of a lane are on their
+// way at once.
+__device__ __forceinline__ ulonglong2 load_pair_if(bool exists, const unsigned long long* words) {
+  ulonglong2 out;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.b64 %0, 0;\nmov.b64 %1, 0;\n"
+      "@p ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];\n}"
+      : "=&l"(out.x), "=&l"(out.y)
+      : "l"(words), "r"(static_cast<uint32_t>(exists))
+      : "memory");
+  return out;
 }
 
 __device__ __forceinline__ void prefetch(const void* pointer) {
@@ -38,27 +45,28 @@ constexpr int kMostPolls = 1 << 24;  // of a word: ten seconds and more
 // come, *stop is -1 (shared). A warp calls it.
 __device__ __forceinline__ unsigned long long collect_words(unsigned long long* words, int count,
                                                             int* stop) {
-  constexpr int kAtOnce = 8;
+  constexpr int kPairs = kMostGreedyParts * kGreedyWarps / (2 * kWarpSize);  // of a lane
+  words += threadIdx.x % kWarpSize * 2;
+  count -= threadIdx.x % kWarpSize * 2;
+  ulonglong2 found[kPairs];
+  bool missing;
+  int polls = 0;
+  do {
+    missing = false;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n)
+      found[n] = load_pair_if(n * 2 * kWarpSize < count, words + n * 2 * kWarpSize);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n)
+      missing |= n * 2 * kWarpSize < count && (found[n].x == 0 || found[n].y == 0);
+  } while (missing && ++polls < kMostPolls);
+  if (missing) atomicMin(stop, -1);
   unsigned long long most = 0;
-  for (int base = threadIdx.x % kWarpSize; base < count; base += kAtOnce * kWarpSize) {
-    unsigned long long found[kAtOnce] = {};
-    bool missing;
-    int polls = 0;
-    do {
-      missing = false;
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n)
-        if (base + n * kWarpSize < count && found[n] == 0)
-          found[n] = load_word(words + base + n * kWarpSize);
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) missing |= base + n * kWarpSize < count && found[n] == 0;
-    } while (missing && ++polls < kMostPolls);
-    if (missing) atomicMin(stop, -1);
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      if (base + n * kWarpSize < count) words[base + n * kWarpSize] = 0;
-      most = max(most, found[n]);
-    }
+  for (int n = 0; n < kPairs; ++n) {
+    if (n * 2 * kWarpSize < count)
+      *reinterpret_cast<ulonglong2*>(words + n * 2 * kWarpSize) = ulonglong2{0, 0};
+    most = max(most, max(found[n].x, found[n].y));
   }
   return most;
 }
@@ -78,37 +86,35 @@ __device__ __forceinline__ float group_top(const Group<T>& group) {
   }
 }
 
-// Grid: (parts of a row, rows, requests from `first` on). T: the dtype of the rows, none of them
-// edited; void: any.
-template <class T>
-__global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
-    verify_greedy_kernel(const __grid_constant__ VerifyChainParams p, int64_t first) {
-  constexpr int kAhead = 5;  // groups of a thread that are on their way
-  __shared__ int shared_stop;
-  const int part = blockIdx.x, parts = gridDim.x, i = blockIdx.y;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int64_t b = first + blockIdx.z, out = b * (p.drafts + 1);
-  const ChainRequest r(p, b);
-  if (r.rows == 0) {
-    if (part + i != 0) return;
-    if (threadIdx.x == 0) emit_counts(r, 0, -1, r.faults);
-    for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
-    return;
-  }
-  if (i >= r.rows) return;
-  const bool walks = i == r.rows - 1 && part == parts - 1;
-  const int row_words = parts * kGreedyWarps;
-  unsigned long long* words =  // [rows, row_words]
-      static_cast<unsigned long long*>(p.workspace) +
-      static_cast<int64_t>(blockIdx.z) * gridDim.y * row_words;
-  unsigned long long* own_word = words + i * row_words + part * kGreedyWarps + warp;
+// A request of a batch that is neither ragged nor edited and has nobody inactive: as ChainRequest,
+// in a third of the instructions, which come before the first load.
+struct WholeRequest {
+  const VerifyChainParams& p;
+  int64_t b;
+  int rows;
+  static constexpr uint32_t faults = 0;
 
+  __device__ __forceinline__ WholeRequest(const VerifyChainParams& params, int64_t request)
+      : p(params), b(request), rows(static_cast<int>(p.drafts) + 1) {}
+
+  __device__ __forceinline__ int64_t draft_token(int i) const {
+    return p.draft_tokens[b * p.draft_tokens_stride + i];
+  }
+  __device__ __forceinline__ LogitRow target_row(int i) const {
+    return LogitRow{p.target_logits, p.target_dtype}.plus(b * p.target_batch_stride +
+                                                          i * p.target_row_stride);
+  }
+  __device__ __forceinline__ RowEdits edits(int) const { return {}; }
+};
+
+// Groups [begin, end) of a row, by a block: the greatest logit that a warp has met and
+// the lowest id that has it, as a word: its key, and the complement of the id.
+template <class T>
+__device__ __forceinline__ unsigned long long greatest_of(const RowSource<T>& source, int begin,
+                                                          int end) {
+  constexpr int kAhead = 5;  // groups of a thread that are on their way
   using Stored = typename RowSource<T>::Stored;
-  const RowSource<T> source(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
-  const int vocab = static_cast<int>(p.vocab), groups = (vocab + kGroup - 1) / kGroup;
-  const int share = (groups + parts - 1) / parts, thread = static_cast<int>(threadIdx.x);
-  int begin = part * share;
-  const int end = min(begin + share, groups);
+  const int thread = static_cast<int>(threadIdx.x);
   Group<Stored> best;
   best.load_if(false, nullptr);
   int best_token = 0;
@@ -120,12 +126,9 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
     best_token = token;
     top = max_nan(top, value);
   };
-  // what lies in HBM of all that is needed behind the loads
-  int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
-  if (lane == 0) prefetch(own_word);
   if constexpr (!std::is_same_v<T, void>) {
     if (source.aligned) {
-      const int whole = min(end, vocab / kGroup);
+      const int whole = min(end, source.vocab / kGroup);
 #pragma unroll 1
       for (int n = begin + thread; n - thread < whole; n += kAhead * kGreedyThreads) {
         Group<T> ahead[kAhead];
@@ -152,12 +155,46 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
       if (best.at(j) == top) id = best_token + j;
   }
   id = __reduce_min_sync(kFullMask, id);
-  if (lane == 0) store_word(own_word, static_cast<unsigned long long>(key) << 32 | ~id);
+  return static_cast<unsigned long long>(key) << 32 | ~id;
+}
+
+// Grid: (parts of a row, rows, requests from `first` on). share: groups of a part. T: the dtype of
+// the rows, none of them edited; void: any.
+template <class T, class Request>
+__global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
+    verify_greedy_kernel(int64_t first, int share, const __grid_constant__ VerifyChainParams p) {
+  __shared__ int shared_stop;
+  const int part = blockIdx.x, parts = gridDim.x, i = blockIdx.y;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int64_t b = first + blockIdx.z, out = b * (p.drafts + 1);
+  const Request r(p, b);
+  if (r.rows == 0) {
+    if (part + i != 0) return;
+    if (threadIdx.x == 0) emit_counts(r, 0, -1, r.faults);
+    for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
+    return;
+  }
+  if (i >= r.rows) return;
+  const bool walks = i == r.rows - 1 && part == parts - 1;
+  const int row_words = parts * kGreedyWarps;
+  unsigned long long* words =  // [rows, row_words]
+      static_cast<unsigned long long*>(p.workspace) +
+      static_cast<int64_t>(blockIdx.z) * gridDim.y * row_words;
+  unsigned long long* own_word = words + i * row_words + part * kGreedyWarps + warp;
+
+  const RowSource<T> source(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
+  const int begin = part * share;
+  const int end = min(begin + share, (source.vocab + kGroup - 1) / kGroup);
+  // what lies in HBM of all that is needed behind the loads
+  int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
+  if (lane == 0) prefetch(own_word);
+  const unsigned long long word = greatest_of(source, begin, end);
+  if (lane == 0) store_word(own_word, word);
   if (!walks) return;
 
   // A warp a row; the first slot that stops ends the request. Lane 0 writes the row's token, and
   // takes it back where the request ended in front of it.
-  if (thread == 0) shared_stop = INT32_MAX;
+  if (threadIdx.x == 0) shared_stop = INT32_MAX;
   __syncthreads();
   for (int row = warp; row < r.rows; row += kGreedyWarps) {
     if (row != warp) x = row < r.rows - 1 ? r.draft_token(row) : -1;
@@ -180,8 +217,8 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
   const uint32_t faults = shared_stop & 3;
   for (int row = warp; row < r.rows; row += kGreedyWarps)
     if (lane == 0 && row > stop) p.tokens[out + row] = -1;
-  for (int64_t n = r.rows + thread; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
-  if (thread == 0)
+  for (int64_t n = r.rows + threadIdx.x; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
+  if (threadIdx.x == 0)
     emit_counts(r, stop, faults == 0 ? 0 : -1, faults | ((shared_stop & 4) != 0 ? kBadId : 0u));
 }
 
