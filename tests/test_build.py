@@ -87,6 +87,7 @@ SPILLS = {
     "verify_chain": 24,  # the walk of the block rule
     "verify_tree": 40,  # the last launch for bf16, which has 80 registers to fit beside the first
     "verify_cut": 8,  # outside its loops
+    "verify_listed": 28,
 }
 
 

@@ -33,8 +33,9 @@ struct RowEdits {
   }
 };
 
-// Does a call's kernel count the values of its rows (row_histogram.cuh)? Then the whole row's mass,
-// where top_p is a share of that, is the sum of to_fixed of its weights, otherwise RowStats::sum.
+// Does a call's kernel count the values of its rows (verify_cut.cuh, verify_listed.cuh)? Then the
+// whole row's mass, where top_p is a share of that, is the sum of to_fixed of its weights,
+// otherwise RowStats::sum.
 DOMINO_HD bool counts_values(const VerifyChainParams& p) {
   const bool filtered = p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
   const bool by_coin = p.rules == nullptr && p.residual_slot == nullptr &&
@@ -100,6 +101,19 @@ struct ChainRequest {
     }
     rows = faults != 0 ? 0 : static_cast<int>(count);
   }
+
+  // What another thread has found out, of parameters at hand.
+  DOMINO_HD ChainRequest(const VerifyChainParams& params, const ChainRequest& known)
+      : p(params),
+        b(known.b),
+        first_row(known.first_row),
+        rows(known.rows),
+        faults(known.faults),
+        rule(known.rule),
+        q(known.q),
+        temperature(known.temperature),
+        draft_temperature(known.draft_temperature),
+        first_slot(known.first_slot) {}
 
   // Rows that exist: those of a residual are its own and, never looked at, the one behind it.
   DOMINO_HD int judged_rows() const { return p.residual_slot != nullptr && rows > 0 ? 1 : rows; }

@@ -29,6 +29,33 @@ struct RowCluster {
 #endif
   }
 
+  // The same where all that the others are to see is what blocks wrote to their own shared memory:
+  // sync() waits for global memory, which takes longer than everything else in it.
+  __device__ __forceinline__ void sync_shared() const {
+#if __CUDA_ARCH__ >= 900
+    if (size > 1) {
+      asm volatile(
+          "fence.release.sync_restrict::shared::cta.cluster;\n"
+          "barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;\n"
+          "fence.acquire.sync_restrict::shared::cluster.cluster;" ::
+              : "memory");
+      return;
+    }
+#endif
+    __syncthreads();
+  }
+
+  // All threads of all blocks have come: a block ends when no other reads its shared memory any
+  // more. Of what has been written it says nothing.
+  __device__ __forceinline__ void meet() const {
+#if __CUDA_ARCH__ >= 900
+    if (size > 1) {
+      asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+      asm volatile("barrier.cluster.wait;" ::: "memory");
+    }
+#endif
+  }
+
   // For the first time that a block touches another's shared memory without a sync() before: all
   // blocks run once wait() returns. Of what they have written it says nothing.
   __device__ __forceinline__ void arrive() const {
@@ -39,6 +66,15 @@ struct RowCluster {
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+  }
+
+  // Sets all blocks' copies of a variable; seen behind the next meet(). By all threads.
+  template <class T>
+  __device__ __forceinline__ void tell_all(T* mine, T value) const {
+    if (threadIdx.x < size) *map(mine, threadIdx.x) = value;
+#if __CUDA_ARCH__ >= 900
+    if (size > 1) asm volatile("fence.acq_rel.cluster;" ::: "memory");
 #endif
   }
 

@@ -132,7 +132,7 @@ class RowHistogram {
       cluster_.sync();
       if (s_.unclear == 0) return mine;
     }
-    ValueSearch{s_, cluster_, source_, law, filters}.find();
+    ValueSearch<HistogramShared>{s_, cluster_, source_, law, filters}.find();
     return cluster_.rank == 0;
   }
 

@@ -1,4 +1,4 @@
-// What the cluster of a row (verify_cut.cuh) tells the walk (verify_draw.cuh).
+// What the cluster of a row (verify_cut.cuh, verify_listed.cuh) tells the walk (verify_draw.cuh).
 #pragma once
 
 #include "verify/walk_records.cuh"

@@ -124,7 +124,8 @@ __device__ __forceinline__ CountAndMass warp_prefix(CountAndMass sum) {
   return sum;
 }
 // Sum of the values of the warps before this one, and of all; each is the same in its warp.
-__device__ __forceinline__ CountAndMass sum_warps(HistogramShared& s, CountAndMass own,
+template <class Shared>
+__device__ __forceinline__ CountAndMass sum_warps(Shared& s, CountAndMass own,
                                                   CountAndMass* total) {
   const int warp = threadIdx.x / kWarpSize;
   __syncthreads();

@@ -7,8 +7,9 @@
 namespace domino {
 
 // By value, so that what it is made from can stay in registers.
+template <class Shared>
 struct ValueSearch {
-  HistogramShared& s;
+  Shared& s;
   RowCluster cluster;
   RowSource<bf16> source;
   RowLaw law;

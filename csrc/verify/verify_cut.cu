@@ -4,6 +4,9 @@
 
 namespace domino {
 
+// verify_listed.cu: the same parameters and grid.
+void launch_listed(const LaunchShape& shape, const VerifyChainParams& p, void* stream);
+
 int launch_by_value(const VerifyChainParams& p, void* stream) {
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
@@ -14,12 +17,26 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
                          : rows <= 32     ? 4
                          : rows <= 64     ? 2
                                           : 1;
-  const int draw_blocks = device.major < 9 ? 1 : p.batch <= 16 ? 8 : 4;
+  const bool large_clusters = device.major == 9 || device.major == 10;
+  const int draw_blocks = device.major < 9                 ? 1
+                          : p.batch <= 4 && large_clusters ? kMostClusterBlocks
+                          : p.batch <= 16                  ? 8
+                                                           : 4;
   if (rows * row_blocks > INT32_MAX || p.batch * draw_blocks > INT32_MAX) return kBadArgument;
   LaunchShape shape{dim3(static_cast<unsigned>(rows * row_blocks)), kCutThreads};
   shape.cluster = row_blocks;
-  launch_kernel(shape, as_stream(stream), verify_cut_kernel, p);
+  // a block that has a row to itself counts faster in verify_cut_kernel: top-p alone, batch 64, 143
+  // us against 168
+  if (p.top_k != nullptr || row_blocks > 1)
+    launch_listed(shape, p, stream);
+  else
+    launch_kernel(shape, as_stream(stream), verify_cut_kernel, p);
   if (const int status = launched(); status != kOk) return status;
+  if (draw_blocks > 8) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(verify_draw_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != cudaSuccess) return status;
+  }
   shape = {dim3(static_cast<unsigned>(p.batch * draw_blocks)), kDrawThreads};
   shape.cluster = draw_blocks;
   shape.overlap = device.major >= 9;

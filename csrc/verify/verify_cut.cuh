@@ -1,54 +1,14 @@
-// First launch of verify_chain with filters over rows of bf16 logits: a cluster reads one row once,
-// finds where the filters cut it (row_histogram.cuh) and judges its draft. Requests without a
-// filter, and log-probabilities, take the row's statistics instead, or as well: chunk by chunk as
-// in row_chunks.cuh. Bytes: every row once; bound by HBM.
+// First launch of verify_chain with filters over rows of bf16 logits, where no request has a top-k
+// and a block has a row to itself (otherwise verify_listed.cuh): it reads the row once, finds where
+// the filters cut it (row_histogram.cuh) and judges its draft. Requests without a filter, and
+// log-probabilities, take the row's statistics instead, or as well: chunk by chunk as in
+// row_chunks.cuh. Bytes: every row once; bound by HBM.
 #pragma once
 
 #include "verify/row_histogram.cuh"
-#include "verify/slot_verdict.cuh"
+#include "verify/slot_ahead.cuh"
 
 namespace domino {
-
-// What is known of a slot before its row has been read.
-struct SlotAhead {
-  int64_t x;           // -1: none
-  uint64_t draft_sum;  // of a pool
-  float draft_top;
-  float logit;
-  float q;      // of x, below 0: the request has none
-  float share;  // of the coin: u q
-  uint32_t status;
-};
-
-// All lanes of a warp call it.
-__device__ __forceinline__ SlotAhead slot_ahead(const ChainRequest& r, int i,
-                                                const RowSource<bf16>& source) {
-  const SlotDraft draft(r, i, source);
-  SlotAhead out{draft.x, 0, 0.0f, draft.logit, -1.0f, 0.0f, draft.status};
-  if (out.x < 0) return out;
-  if (r.q == DraftLaw::kPool) {
-    float logit;
-    const RowStats pool = pool_stats(r, i, out.x, &logit);
-    out.draft_sum = pool.sum;
-    out.draft_top = pool.top;
-    out.q = draft_mass(pool, r.draft_temperature, logit);
-  } else if (r.q == DraftLaw::kScalar) {
-    out.q = scalar_mass(r.p.draft_logprob[r.b * r.p.drafts + i]);
-  }
-  if (!r.greedy()) out.share = mul_rn(verify_coin(r, i), out.q > 0.0f ? out.q : 1.0f);
-  return out;
-}
-
-// Does the coin accept the slot's draft, now that the cut is known? Open where it equals the cut's
-// logit and only some of those are kept.
-__device__ __forceinline__ Outcome cut_outcome(const RowLaw& law, const RowFilter& filter,
-                                               const SlotAhead& slot) {
-  const float probability = filter.probability(law, slot.logit);
-  if (slot.logit < filter.cut_logit || !(probability > 0.0f && slot.share <= probability))
-    return Outcome::kResidual;
-  return slot.logit == filter.cut_logit && filter.cut_id < 0 ? Outcome::kUndecided
-                                                             : Outcome::kAccept;
-}
 
 constexpr int kKeptTokens = 512;
 constexpr int kLine = 64;  // tokens of a cache line
@@ -127,32 +87,6 @@ __device__ __forceinline__ int32_t race_kept(const ChainRequest& r, int i, Outco
     best = other < best ? other : best;
   }
   return best == kNoWinner ? -1 : static_cast<int32_t>(best & 0xffffffffu);
-}
-
-// What the weights of the slot's race come to where q is one-hot, about.
-__device__ __forceinline__ float race_mass(const Slot& verdict, const RowLaw& law,
-                                           const RowFilter& filter, const SlotAhead& slot,
-                                           uint64_t sum) {
-  const float mass = static_cast<float>(filter.mass != 0 ? filter.mass : sum) * (1.0f / kFixedOne);
-  const bool without = verdict.outcome == Outcome::kResidual && filter.keeps(slot.logit, slot.x);
-  return without ? fmaxf(mass - law.weight(slot.logit), 0.0f) : mass;
-}
-
-// What verify_rows_kernel finds out about a chunk of a row (row_chunks.cuh).
-__device__ __forceinline__ void sum_chunk(const Group<bf16> (&groups)[kLaneGroups], int token,
-                                          bool greedy, float scale, const ChainWorkspace& chunks,
-                                          int64_t at) {
-  const int lane = threadIdx.x % kWarpSize;
-  const uint32_t own = logit_key(lane_top(groups));
-  const uint32_t key = __reduce_max_sync(kFullMask, own);
-  const float top = key_logit(key);
-  ChunkStats out{key, {0, 0, 0}};
-  if (greedy) {
-    const uint32_t id = first_of(groups, token, top, own == key);
-    if (lane == 0) chunks.first[at] = id;
-  }
-  if (key < kInfinityKey && key > kEmptyKey) chunk_digits(groups, top, scale, out.digits);
-  if (lane == 0) *reinterpret_cast<uint4*>(chunks.chunks + at) = reinterpret_cast<uint4&>(out);
 }
 
 // What becomes of the slot whose row has been read, by one warp. cut: null without filters; kept:

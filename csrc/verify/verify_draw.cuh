@@ -1,22 +1,23 @@
-// Second launch of verify_chain behind verify_cut.cuh: a cluster owns a request. It takes the first
-// slot that does not accept from what the rows' clusters found, and races for the last token
-// (race.cuh), unless that has been done. Bytes: 64 a row, and one row; bound by latency.
+// Second launch of verify_chain behind verify_cut.cuh or verify_listed.cuh: a cluster owns a
+// request. It takes the first slot that does not accept from what the rows' clusters found, and
+// races for the last token (race_draw.cuh), unless that has been done. Bytes: 64 a row, and one
+// row; bound by latency.
 #pragma once
 
+#include "verify/race_draw.cuh"
 #include "verify/slot_verdict.cuh"
 
 namespace domino {
 
-constexpr int kDrawWarps = 8;
+constexpr int kDrawWarps = 8;  // 122 registers a thread: beside a block of verify_cut_kernel
 constexpr int kDrawThreads = kDrawWarps * kWarpSize;
 
 // Tokens of this logit up to an id. All threads of the cluster call it and get the same.
 __device__ __noinline__ int count_ties(const RowCluster& cluster, const RowSource<bf16>& source,
                                        float logit, int64_t last_id) {
   __shared__ uint32_t shared_count;
-  const int chunks = ceil_div(source.vocab, kChunk);
   unsigned long long own = 0;
-  for_each_group(cluster, source, nullptr, chunks, 0, [&](int token, const auto& group) {
+  for_each_step(cluster, source, [&](int token, const auto& group) {
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) own += group.at(j) == logit && token + j <= last_id;
   });
@@ -82,7 +83,8 @@ __device__ __noinline__ int32_t last_tie(const RowCluster& cluster, const RowSou
 // The token that the race of row i draws, -1 where nothing has weight. filter: of its ties with the
 // cut all or, where cut_id is negative, the first -cut_id.
 __device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const ChainRequest& r,
-                                              int i, Outcome outcome, const SlotVerdict& slot) {
+                                              int i, Outcome outcome, const SlotVerdict& slot,
+                                              const BlockNoise& block_noise) {
   const RowFilter& filter = slot.filter;
   const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(r.p.vocab));
   const RowLaw law(slot.top, slot.sum, law_scale(r.temperature));
@@ -90,14 +92,13 @@ __device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const C
   if (kept.cut_id < 0) kept.cut_id = INT32_MAX;
   const SlotQ q{(slot.status & kTakenAsOneHot) != 0, slot.draft_top, slot.draft_sum};
   const DrawWeights weights = draw_weights(r, i, outcome, q, law, kept, 1.0f);
-  const RaceNoise noise = race_noise(r, i, outcome);
-  const float about = weights.q != DraftLaw::kOneHot ? kResidualGuess
+  const RaceNoise noise{block_noise, race_noise(r, i, outcome).purpose, i};
+  const float about = weights.q != DraftLaw::kOneHot ? kLikelyResidual
                       : outcome == slot.outcome      ? slot.race_mass
                                                      : 0.0f;
 #pragma unroll 1
   for (;;) {
-    const unsigned long long key =
-        race_row(cluster, source, nullptr, ceil_div(source.vocab, kChunk), weights, noise, about);
+    const unsigned long long key = draw_row(cluster, source, weights, noise, about);
     if (key == kNoWinner) return -1;
     const int32_t token = static_cast<int32_t>(key & 0xffffffffu);
     // ties that are not kept matter only where one of the ties wins
@@ -118,6 +119,7 @@ __global__ void __launch_bounds__(kDrawThreads, 2)
   const ChainRequest r(p, b);
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, false);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const BlockNoise noise = r.noise();  // its own trip to memory, while the rows are read
   previous_launch_done();
   if (r.rows == 0) {
     if (cluster.rank == 0) emit_end(r, 0, -1, r.faults);
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kDrawThreads, 2)
     if (last >= 0) break;
 #pragma unroll 1
     for (;;) {
-      last = draw_token(cluster, r, stop, outcome, slot);
+      last = draw_token(cluster, r, stop, outcome, slot, noise);
       if (last >= 0 || outcome == Outcome::kDraw) break;
       bits |= kZeroResidual;  // nothing was left to replace the draft
       outcome = Outcome::kDraw;

@@ -1,0 +1,138 @@
+// The race for one token of a row of which nothing but its law is known, by a cluster: as race.cuh,
+// with steps of 256 tokens and a bound that lets fewer tokens through. Bytes: the row.
+#pragma once
+
+#include "verify/race.cuh"
+
+namespace domino {
+
+// Mass of relu(p - q): 0.1 misses in one race in 400. What is drawn does not depend on it.
+constexpr float kLikelyResidual = 0.4f;
+
+// As DrawWeights::exact.
+__device__ __forceinline__ float exact_weight(const DrawWeights& weights, float upper,
+                                              int64_t token) {
+  if (weights.q != DraftLaw::kPool) return weights.exact(upper, token);
+  int at = -1;  // no early end: eight loads are on their way at a time
+#pragma unroll 8
+  for (int m = 0; m < weights.pool; ++m)
+    if (weights.ids[m] == token && at < 0) at = m;
+  return at < 0 ? upper : add_rn(upper, -weights.draft.probability(weights.draft_row.at(at)));
+}
+
+// fn(token, group) for this lane's groups of a row, dealt out by 256 tokens to all warps of the
+// cluster: 1024 at a time leave some warps twice what others have.
+template <class T, class Fn>
+__device__ __forceinline__ void for_each_step(const RowCluster& cluster, const RowSource<T>& source,
+                                              Fn fn) {
+  constexpr int kAhead = 5;  // steps: those of a warp of 128 at 151,936 tokens
+  const int lane = threadIdx.x % kWarpSize, block_warps = blockDim.x / kWarpSize;
+  const int warps = cluster.size * block_warps, steps = ceil_div(source.vocab, kGroupStep);
+#pragma unroll 1
+  for (int from = cluster.rank * block_warps + threadIdx.x / kWarpSize; from < steps;
+       from += kAhead * warps) {
+    Group<T> groups[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n)
+      if (from + n * warps < steps)
+        groups[n] = source.group((from + n * warps) * kGroupStep + lane * kGroup);
+#pragma unroll 1
+    for (int step = from; step < min(steps, from + kAhead * warps); step += warps) {
+      fn(step * kGroupStep + lane * kGroup, groups[0]);
+#pragma unroll
+      for (int n = 1; n < kAhead; ++n) groups[n - 1] = groups[n];
+    }
+  }
+}
+
+__device__ __forceinline__ unsigned long long least_of_warp(unsigned long long key) {
+  const uint32_t high = static_cast<uint32_t>(key >> 32);
+  const uint32_t least = __reduce_min_sync(kFullMask, high);
+  const uint32_t low =
+      __reduce_min_sync(kFullMask, high == least ? static_cast<uint32_t>(key) : ~uint32_t{0});
+  return static_cast<unsigned long long>(least) << 32 | low;
+}
+
+__device__ __forceinline__ unsigned long long least_of_block(unsigned long long key) {
+  unsigned long long* slots = race_shared().slots;
+  const int lane = threadIdx.x % kWarpSize;
+  key = least_of_warp(key);
+  __syncthreads();  // the slots may still be read by the call before
+  if (lane == 0) slots[threadIdx.x / kWarpSize] = key;
+  __syncthreads();
+  return least_of_warp(lane < blockDim.x / kWarpSize ? slots[lane] : kNoWinner);
+}
+
+// The winner so far, `key`, met by this lane's eight tokens as far as their time can be within
+// `bound`. By a whole warp.
+template <class Group, class Weights>
+__device__ __forceinline__ unsigned long long draw_group(int token, const Group& group,
+                                                         const Weights& weights,
+                                                         const RaceNoise& noise, float bound,
+                                                         unsigned long long key) {
+  float top = group.at(0);
+#pragma unroll
+  for (int j = 1; j < kGroup; ++j) top = fmaxf(top, group.at(j));
+  // in units of a word; half of one is the least that there is
+  const float reach =
+      top >= weights.filter.cut_logit ? weights.scaled(top) * bound * (1.001f * 0x1p32f) : 0.0f;
+  if (!__any_sync(kFullMask, reach >= 0.5f)) return key;
+  const uint32_t limit = __float2uint_rz(reach);
+  uint32_t words[kGroup], chance = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4 + half));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      words[4 * half + j] = four.word[j];
+      if (four.word[j] <= limit) chance |= 1u << (4 * half + j);
+    }
+  }
+  if (reach < 0.5f || chance == 0) return key;
+  while (chance != 0) {  // by the group's greatest weight
+    const int which = __ffs(chance) - 1;
+    chance &= chance - 1;
+    float logit = group.at(0);
+    uint32_t word = words[0];
+#pragma unroll
+    for (int j = 1; j < kGroup; ++j) {
+      logit = which == j ? group.at(j) : logit;
+      word = which == j ? words[j] : word;
+    }
+    const float upper = weights.upper(logit, token + which);
+    if (!(upper > 0.0f && static_cast<float>(word) <= upper * bound * (1.001f * 0x1p32f))) continue;
+    const unsigned long long mine =
+        race_key(exact_weight(weights, upper, token + which), word, token + which);
+    key = mine < key ? mine : key;
+  }
+  return key;
+}
+
+// The race among a row's tokens. All blocks of the cluster call it, and all threads get the result.
+// mass: of the weights, about.
+template <class T>
+__device__ __forceinline__ unsigned long long draw_row(const RowCluster& cluster,
+                                                       const RowSource<T>& source,
+                                                       const DrawWeights& weights,
+                                                       const RaceNoise& noise, float mass) {
+  RaceShared& shared = race_shared();
+  float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
+#pragma unroll 1
+  for (;;) {
+    unsigned long long key = kNoWinner;
+    for_each_step(cluster, source, [&](int token, const auto& group) {
+      key = draw_group(token, group, weights, noise, bound, key);
+    });
+    key = least_of_block(key);
+    if (threadIdx.x == 0) shared.best = key;
+    cluster.sync_shared();
+    key = threadIdx.x % kWarpSize < cluster.size ? cluster.of_lane(&shared.best) : kNoWinner;
+    key = least_of_warp(key);
+    cluster.sync_shared();  // nobody starts the next race, or ends, before all have read
+    if (key != kNoWinner && __uint_as_float(static_cast<uint32_t>(key >> 32)) <= bound) return key;
+    if (bound == INFINITY) return key;
+    bound = INFINITY;
+  }
+}
+
+}  // namespace domino
