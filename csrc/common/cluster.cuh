@@ -37,6 +37,16 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
+// The same where nothing but barriers made (make_barrier) has to be visible behind it: memory
+// accesses on their way are not waited for.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
@@ -108,12 +118,13 @@ __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
 #endif
 }
 
-// Whether the barrier's phase of this parity has ended: all bytes can be read.
+// Whether the barrier's phase of this parity has ended: all bytes can be read. The answer may take
+// a microsecond, during which the thread sleeps; it wakes sooner than a loop would look again.
 __device__ __forceinline__ bool phase_ended(uint32_t barrier, uint32_t parity) {
   uint32_t ended = 1;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
       : "=r"(ended)
       : "r"(barrier), "r"(parity)
       : "memory");

@@ -1,4 +1,4 @@
-// cp.async (sm_80): 16 or 4 bytes from global to shared memory, past the registers.
+// cp.async (sm_80): 16, 8 or 4 bytes from global to shared memory, past the registers.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global)
                : "memory");
+}
+
+__device__ __forceinline__ void copy_async8(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void copy_async4(uint32_t shared, const void* global) {

@@ -19,6 +19,10 @@ __device__ __forceinline__ unsigned long long warp_best(unsigned long long key) 
   return static_cast<unsigned long long>(best) << 32 | __reduce_max_sync(kFullMask, low);
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // 16 bytes, or zeros.
 template <class T>
 __device__ __forceinline__ uint4 load_inside(const T* at, bool inside) {

@@ -104,8 +104,8 @@ struct DraftChainWorkspace {
 // ---- Block form: one persistent launch for the whole block, on pools ----
 //
 // The launches of one draft, all on one stream, each reading only what those before it wrote:
-//   draft_chain_pool     clears control->aborted; pool, from_hidden, keys of drafts < prefix (the
-//                        whole vocabulary's argmax), tile_max (exact)
+//   draft_chain_pool     clears control->aborted, begun and tickets; pool, from_hidden, keys of
+//                        drafts < prefix (the whole vocabulary's argmax), tile_max (exact)
 //   draft_chain_block    the chain on the pools: keys, tokens, scores of the drafts >= prefix,
 //                        tokens and scores of the others from keys, low_rank and states (exact),
 //                        first[0, b] = prefix (row_done() where row b is not active), first[1, b]
@@ -120,7 +120,8 @@ struct DraftChainWorkspace {
 //   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a draft
 //   draft_chain_rescue   where control->aborted is set: the whole draft of all rows, a block each
 //   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits
-// Each leaves at once where it has nothing to do.
+// Each leaves at once where it has nothing to do. Those that mostly do so let the next one start
+// before the one in front has ended: each still waits for the one in front, and so for all.
 //
 // Score of an id, the same bits wherever it is computed: k in ascending order, 16 to an MMA
 // (m16n8k16, lane t of a quad takes k = 4t .. 4t + 3 of the 16), in four chains of
@@ -131,13 +132,19 @@ struct DraftChainWorkspace {
 struct ChainControl {
   uint32_t epoch;  // of the next draft_chain_block launch: a multiple of kEpochStride, wraps around
   uint32_t left;   // blocks that have left the launch; the last one moves epoch on
-  uint32_t aborted;   // not 0: draft_chain_block gave up waiting for one of its blocks
-  uint32_t mute;      // for tests: 1 + a block of draft_chain_block that stays silent; 0: none
-  uint32_t arrived;   // at the barriers of the running draft_chain_finish launch, all together
-  uint32_t searched;  // blocks of the running draft_chain_pool launch that have found winners
-  uint32_t unused[26];
+  uint32_t aborted;     // not 0: draft_chain_block gave up waiting for one of its blocks
+  uint32_t mute;        // for tests: 1 + a block of draft_chain_block that stays silent; 0: none
+  uint32_t arrived;     // at the barriers of the running draft_chain_finish launch, all together
+  uint32_t searched;    // blocks of the running draft_chain_pool launch that have found winners
+  uint32_t tickets[2];  // tiles of W2 that chain_certify_few hands out, by round
+  uint32_t begun;       // chain_team has what it loads at first: others may have the memory
+  uint32_t unused[23];
 };
 constexpr uint32_t kEpochStride = 32;
+
+// Rows up to which launches that mostly leave at once let the next one start before they wait. With
+// more rows this has not been measured.
+constexpr int kEarlyRows = 16;
 
 // draft_chain_block: rows of a group of blocks, and bytes of the keys that it passes around
 constexpr int kGroupRows = 32;

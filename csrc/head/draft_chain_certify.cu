@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "head/draft_chain_certify_few.cuh"
 #include "head/draft_chain_certify_wide.cuh"
 
 namespace domino {
@@ -40,6 +41,21 @@ int launch_wide(const ChainBlockParams& p, int round, int processors, cudaStream
   return launch(chain_certify_wide<T, kChain>, p, shape, stream, map, round, most, stages);
 }
 
+// One batch row of up to 16 columns.
+template <class T, int kChain>
+int launch_few(const ChainBlockParams& p, int round, int processors, cudaStream_t stream) {
+  constexpr int kAlign = 1024, kStage = kChain * kFewRows * kTileWidth * 2;
+  const int stages = std::min<int>(kFewStages, (kMemory - kAlign - sizeof(FewMemory)) / kStage);
+  CUtensorMap map;
+  if (const int status = make_tile_map(&map, p.w2, p.dtype, p.vocab, p.rank, kFewRows);
+      status != kOk)
+    return status;
+  LaunchShape shape{dim3(processors), kFewThreads};
+  shape.shared = kAlign + stages * kStage + sizeof(FewMemory);
+  shape.overlap = true;
+  return launch(chain_certify_few<T, kChain>, p, shape, stream, map, round, stages);
+}
+
 // blocks: of a processor
 template <class T, int kRowTiles, int kRank>
 int launch_portable(const ChainBlockParams& p, int round, const DeviceInfo& device, int blocks,
@@ -68,6 +84,10 @@ int launch(const ChainBlockParams& p, int round, cudaStream_t stream) {
   if (overlap && device.major == 9) {
     constexpr decltype(&launch_wide<T, 1>) kLaunch[] = {launch_wide<T, 1>, launch_wide<T, 2>,
                                                         launch_wide<T, 3>, launch_wide<T, 4>};
+    constexpr decltype(&launch_few<T, 1>) kFew[] = {launch_few<T, 1>, launch_few<T, 2>,
+                                                    launch_few<T, 3>, launch_few<T, 4>};
+    if (p.batch == 1 && p.corrected() <= kFewColumns)
+      return kFew[ceil_div<int64_t>(p.rank, 64) - 1](p, round, device.processors, stream);
     return kLaunch[ceil_div<int64_t>(p.rank, 64) - 1](p, round, device.processors, stream);
   }
   const auto run = [&](auto known) {

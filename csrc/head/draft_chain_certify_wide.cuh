@@ -106,6 +106,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int64_t all_columns = p.batch * p.corrected();
   const int warp = warp_id(), lane = lane_id(), warpgroup = warp / 4;
   const bool feeds = warp == kWarpgroups * 4;
+  // which waits for this one; mostly both leave at once
+  if (round > 0 && p.batch <= kEarlyRows) allow_next_launch();
 
   const auto copy_rows = [&](int stage, int tile) {
     arrive_with_bytes(&ring.full[stage], at.stage_bytes);

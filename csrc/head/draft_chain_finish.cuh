@@ -129,6 +129,8 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
   int* const list = reinterpret_cast<int*>(&memory + 1);
   int* const starts = list + p.batch;  // of the rows of the list
 
+  // which waits for this one, and mostly leaves at once as well
+  if (p.batch <= kEarlyRows) allow_next_launch();
   previous_launch_done();
   constexpr int kRound = 2;
   const PendingRows<kFinishThreads> pending(p, kRound, list, slots);

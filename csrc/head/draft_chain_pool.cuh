@@ -15,6 +15,7 @@
 #pragma once
 
 #include "common/reduce.cuh"
+#include "head/chain_math.cuh"
 #include "head/chain_pool.h"
 #include "head/draft_chain_hoist.cuh"
 #include "head/eight_logits.cuh"
@@ -316,8 +317,16 @@ __device__ __forceinline__ void pool_winners(const ChainBlockParams& p, const Po
                                              int block, char* memory) {
   const int drafts = static_cast<int>(p.prefix), part = block % launch.winner_parts;
   const int64_t index = block / launch.winner_parts, b = index / drafts;
+  // Of few rows the chain waits for the table's rows of the anchor and of the last winner.
+  const bool fetches = p.table != nullptr && p.batch <= kPoolWarps;
+  const auto fetch_inputs = [&](int64_t y) {  // by a warp
+    const int bytes = static_cast<int>(p.units) * 6;
+    const char* const row = static_cast<const char*>(p.table) + clamp_id(y, p.vocab) * bytes;
+    for (int at = lane_id() * 128; at < bytes; at += kWarpSize * 128) prefetch_l2(row + at);
+  };
   unsigned long long best = 0;
   if (p.num_active == nullptr || b < *p.num_active) {
+    const int64_t anchor = fetches ? p.anchor[b] : 0;
     const Base* const base = base_row<Base>(p, b, static_cast<int>(index % drafts));
     const int strips = ceil_div(static_cast<int>(p.vocab), kPoolThreads * kEight);
     const int first = strips * part / launch.winner_parts;
@@ -331,6 +340,8 @@ __device__ __forceinline__ void pool_winners(const ChainBlockParams& p, const Po
     if constexpr (kPacked) {  // NaN ranks behind -inf: only now does it matter
       if (key_value(best) == -INFINITY) find(std::false_type());
     }
+    if (fetches && block % (drafts * launch.winner_parts) == 0 && warp_id() == 0)
+      fetch_inputs(anchor);
   }
   // The last block joins the parts of all.
   __shared__ bool last;
@@ -343,7 +354,22 @@ __device__ __forceinline__ void pool_winners(const ChainBlockParams& p, const Po
   }
   __syncthreads();
   if (!last) return;
-  for (int i = threadIdx.x; i < launch.winner_blocks / launch.winner_parts; i += kPoolThreads) {
+  const int count = launch.winner_blocks / launch.winner_parts;
+  if (fetches) {  // a warp a draft
+#pragma unroll 4
+    for (int i = warp_id(); i < count; i += kPoolWarps) {
+      if (p.num_active && i / drafts >= *p.num_active) continue;
+      unsigned long long key = 0;
+      if (lane_id() < launch.winner_parts)
+        key = __ldcg(reinterpret_cast<const unsigned long long*>(p.key_parts) +
+                     i * launch.winner_parts + lane_id());
+      key = warp_best(key);
+      if (lane_id() == 0) p.keys[i / drafts * p.drafts + i % drafts] = key;
+      if (i % drafts == drafts - 1) fetch_inputs(key_id(key));
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < count; i += kPoolThreads) {
     if (p.num_active && i / drafts >= *p.num_active) continue;
     unsigned long long key = 0;
     for (int k = 0; k < launch.winner_parts; ++k)
@@ -417,7 +443,10 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   __shared__ __align__(16) char memory[kPoolMemory];
   allow_next_launch();
   int block = blockIdx.x;
-  if (block == 0 && threadIdx.x == 0) p.control->aborted = 0;
+  if (block == 0 && threadIdx.x == 0) {
+    p.control->aborted = p.control->begun = 0;
+    p.control->tickets[0] = p.control->tickets[1] = 0;
+  }
   const int others = launch.hoist_blocks + launch.winner_blocks + launch.tile_blocks;
   const int first = launch.pass_first ? 0 : others;
   if (block >= first && block < first + launch.pass_blocks) {

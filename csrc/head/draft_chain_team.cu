@@ -15,66 +15,102 @@ int log2_up(int64_t n) {
   return log;
 }
 
+// Lets the kernel have `bytes` of shared memory, in clusters that are larger than is portable.
+template <class Kernel>
+cudaError_t allow(Kernel kernel, int bytes, int cluster) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  return error != cudaSuccess || cluster <= kTeam
+             ? error
+             : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
 // Clusters that can be resident at once, one block a processor. The question takes longer than a
 // launch, so a thread asks it once for as long as it stays on one device.
+template <int kBlocks>
 int count_clusters(int memory, int* count) {
   thread_local int known = -1, clusters = 0;
   int index = 0;
   if (const int status = cudaGetDevice(&index); status != kOk) return status;
   if (index != known) {
-    const auto kernel = chain_team<bf16, 4, 256>;
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
-    if (error != cudaSuccess) return error;
+    const auto kernel = chain_team<bf16, 4, 256, kBlocks>;
+    if (const cudaError_t error = allow(kernel, memory, kBlocks); error != cudaSuccess)
+      return error;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = kTeam;
+    cluster.val.clusterDim.x = kBlocks;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(kTeam);
+    config.gridDim = dim3(kBlocks);
     config.blockDim = dim3(kTeamThreads);
     config.dynamicSmemBytes = memory;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess) return error;
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error != cudaSuccess && kBlocks == kTeam) return error;
+    if (error != cudaSuccess) clusters = 0, (void)cudaGetLastError();  // not on this GPU
     known = index;
   }
   *count = clusters;
   return kOk;
 }
 
-template <class T, int kSteps, int kRank>
-int launch(const TeamArgs& p, int clusters, int bytes, cudaStream_t stream) {
-  const auto kernel = chain_team<T, kSteps, kRank>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  LaunchShape shape{dim3(clusters * kTeam), kTeamThreads};
+int state_clusters(const ChainBlockParams& p, int blocks) {
+  return ceil_div(static_cast<int>(p.units), blocks * kStateUnits);
+}
+
+// Bytes of shared memory where a block has `part` ids, their rows of W2 and, in the plain case,
+// base logits of two drafts and W1h H of all.
+int role_bytes(const TeamArgs& p, int part, bool plain) {
+  const int fixed = TeamMemory{p.pools > 1 ? 2 * part : part}.w2();
+  const int of_drafts = plain ? (2 * part + static_cast<int>(p.drafts) * kWarpSize) * 4 : 0;
+  return fixed + part * p.pitch + of_drafts;
+}
+
+template <class T, int kSteps, int kRank, int kBlocks>
+int launch(TeamArgs& p, int part, int most_bytes, cudaStream_t stream) {
+  constexpr int kStage = StateRole<T, kSteps>::Stages::kBytes;
+  const int fixed = TeamMemory{p.pools > 1 ? 2 * part : part}.w2();
+  p.part_log = log2_up(part);
+  p.key_words = ceil_div(part / 16, 1 << p.tiles_log);
+  p.resident = role_bytes(p, part, kRank != 0) <= most_bytes;
+  p.stages = std::clamp((most_bytes - fixed) / kStage, 1, StateRole<T, kSteps>::Stages::kSixteens);
+  const int bytes = std::max({p.resident ? role_bytes(p, part, kRank != 0) : fixed,
+                              StateMemory::bytes, fixed + p.stages * kStage});
+  if (bytes > most_bytes) return kBadArgument;
+  const auto kernel = chain_team<T, kSteps, kRank, kBlocks>;
+  if (const cudaError_t error = allow(kernel, bytes, kBlocks); error != cudaSuccess) return error;
+  LaunchShape shape{dim3((p.teams + state_clusters(p, kBlocks)) * kBlocks), kTeamThreads};
   shape.shared = bytes;
-  shape.cluster = kTeam;
+  shape.cluster = kBlocks;
   shape.cooperative = shape.overlap = true;
   launch_kernel(shape, stream, kernel, p);
   return launched();
 }
 
 template <class T>
-int launch(TeamArgs& p, int clusters, int most_bytes, cudaStream_t stream) {
-  const int part = 1 << p.part_log;
-  p.tiles_log = std::max(log2_up(ceil_div(part / 16, kTeamWarps)), part > 16 ? 1 : 0);
-  p.key_words = ceil_div(part / 16, 1 << p.tiles_log);
+int launch(TeamArgs& p, int most_bytes, cudaStream_t stream) {
+  const auto part_of = [&](int blocks) {  // ids of a block
+    return std::max(16, 1 << log2_up(ceil_div<int64_t>(p.pool_size, blocks)));
+  };
+  const bool plain = p.rank == 256 && p.units == 1024 && p.temperature == nullptr && p.pools == 1 &&
+                     !p.bias && !p.mask && p.vocab_valid == p.vocab && p.base_dtype == p.dtype;
   p.pitch = static_cast<int>(p.rank) * 2 + 16;
-  int bytes = TeamMemory{p.pools > 1 ? 2 * part : part}.w2();
-  p.resident = bytes + part * p.pitch <= most_bytes;
-  if (p.resident) bytes += part * p.pitch;
-  bytes = std::max(bytes, StateMemory::bytes);
-  if (bytes > most_bytes) return kBadArgument;
-  const bool plain = p.rank == 256 && p.units == 1024 && p.resident && p.tiles_log == 1 &&
-                     p.temperature == nullptr && p.pools == 1 && !p.bias && !p.mask &&
-                     p.vocab_valid == p.vocab && p.base_dtype == p.dtype;
-  if (p.units <= 256) return launch<T, 1, 0>(p, clusters, bytes, stream);
-  return plain ? launch<T, 4, 256>(p, clusters, bytes, stream)
-               : launch<T, 4, 0>(p, clusters, bytes, stream);
+  int part = part_of(kWideTeam);
+  if (plain && part / 16 <= kTeamWarps && role_bytes(p, part, true) <= most_bytes) {
+    int clusters = 0;
+    if (const int status = count_clusters<kWideTeam>(most_bytes, &clusters); status != kOk)
+      return status;
+    p.tiles_log = 0;
+    if (p.teams + state_clusters(p, kWideTeam) <= clusters)
+      return launch<T, 4, 256, kWideTeam>(p, part, most_bytes, stream);
+  }
+  part = part_of(kTeam);
+  p.tiles_log = std::max(log2_up(ceil_div(part / 16, kTeamWarps)), part > 16 ? 1 : 0);
+  if (p.units <= 256) return launch<T, 1, 0, kTeam>(p, part, most_bytes, stream);
+  return plain && p.tiles_log == 1 && role_bytes(p, part, true) <= most_bytes
+             ? launch<T, 4, 256, kTeam>(p, part, most_bytes, stream)
+             : launch<T, 4, 0, kTeam>(p, part, most_bytes, stream);
 }
 
 }  // namespace
@@ -86,22 +122,21 @@ int draft_chain_team_cuda(const ChainBlockParams& params, bool restart, bool* do
   if (device.major < 9 || params.portable || params.table == nullptr) return kOk;
   const int memory = device.shared_memory - kStaticMemory;
   int clusters = 0;
-  if (const int status = count_clusters(memory, &clusters); status != kOk) return status;
-  const int of_state = ceil_div(static_cast<int>(params.units), kTeam * kStateUnits);
+  if (const int status = count_clusters<kTeam>(memory, &clusters); status != kOk) return status;
   const int64_t ids = ceil_div<int64_t>(params.pool_size, kTeam);
   // every block of a team has units: what the others send it waits for its own
   const int units = static_cast<int>(params.units);
   const bool shared = (kTeam - 1) * round_up(ceil_div(units, kTeam), 32) < units;
-  if (params.batch > std::min(clusters - of_state, kTeamRows) || ids > 4096 || !shared) return kOk;
+  const int most_rows = std::min(clusters - state_clusters(params, kTeam), kTeamRows);
+  if (params.batch > most_rows || ids > 4096 || !shared) return kOk;
   *done = true;
 
   TeamArgs p{};
   static_cast<ChainBlockParams&>(p) = params;
   p.restart = restart;
   p.teams = static_cast<int>(p.batch);
-  p.part_log = std::max(4, log2_up(ids));
-  return p.dtype == DType::kBF16 ? launch<bf16>(p, p.teams + of_state, memory, as_stream(stream))
-                                 : launch<f16>(p, p.teams + of_state, memory, as_stream(stream));
+  return p.dtype == DType::kBF16 ? launch<bf16>(p, memory, as_stream(stream))
+                                 : launch<f16>(p, memory, as_stream(stream));
 }
 
 }  // namespace domino

@@ -2,9 +2,10 @@
 // table; formula, rounding points and score bits stand in draft_chain.h, and all bits are those of
 // chain_block.
 //
-// All blocks are resident (the launch is cooperative, in clusters of 8). The first are teams, a
-// cluster a batch row (team_role.cuh); the others hold W_hh, 32 units each (team_state.cuh). A step
-// goes round inside the team, where each block tells all others through their shared memory
+// All blocks are resident (the launch is cooperative, in clusters of 8, or of 16 where there are
+// few rows: a step is bound by the instructions of a block). The first are teams, a cluster a batch
+// row (team_role.cuh); the others hold W_hh, 32 units each (team_state.cuh). A step goes round
+// inside the team, where each block tells all others through their shared memory
 //
 //   keys of y_j  -> its argmax; with the row of the input table and W_hh S_{j-1}: S_j
 //   S_j          -> u = SiLU(W1h H + W1s S_j)
@@ -25,28 +26,27 @@
 
 namespace domino {
 
-// kSteps: MMAs that a part of the units takes; kRank: TeamRole.
-template <class T, int kSteps, int kRank>
+// kSteps: MMAs that a part of the units takes; kRank: TeamRole; kTeam: blocks of a cluster.
+template <class T, int kSteps, int kRank, int kTeam>
 __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_constant__ TeamArgs p) {
   extern __shared__ __align__(128) char memory[];
   __shared__ int start[kTeamRows];  // the first draft of each row of the launch
   const int drafts = static_cast<int>(p.drafts), thread = static_cast<int>(threadIdx.x);
 
-  if (p.restart) {  // nothing to do in any block: leave all as it is
+  if (p.restart) {        // nothing to do in any block: leave all as it is
+    allow_next_launch();  // which waits for this one, and mostly leaves at once as well
     previous_launch_done();
     const bool pending = thread < p.teams && p.first_of(1)[p.row0 + thread] < p.row_done();
     if (!__syncthreads_or(pending)) return;
   }
-  uint32_t epoch = 0;
+  // no launch in front that still runs changes it
+  const uint32_t epoch = p.control->epoch + 1;
+  const ChainExchange exchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank),
+                               epoch);
   // Between the loads of a role's weights and its steps: whether the block runs.
   const auto begin = [&] {
-    if (thread < 3)
-      make_barrier(static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + thread * 8);
+    cluster_arrive_relaxed();
     previous_launch_done();
-    epoch = p.control->epoch + 1;
-    const ChainExchange exchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank),
-                                 epoch);
-    exchange.clear_other(blockIdx.x * kTeamThreads + thread, gridDim.x * kTeamThreads);
     if (thread < kTeamRows) {
       int first = drafts;
       if (thread < p.teams) first = begin_row(p, p.restart, p.row0 + thread, blockIdx.x == 0);
@@ -55,28 +55,31 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
     const bool leaves =
         __syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
                          p.control->mute == blockIdx.x + 1);
-    cluster_sync();
+    cluster_wait();
     return !leaves;
-  };
-  const auto exchange = [&] {
-    return ChainExchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank), epoch);
   };
 
   if (blockIdx.x < p.teams * kTeam) {
-    const int team = blockIdx.x / kTeam;
-    TeamRole<T, kSteps, kRank> role;
-    role.load(p, blockIdx.x % kTeam);
-    if (begin() && start[team] < drafts) role.run(p, exchange(), memory, team, start[team], epoch);
+    TeamRole<T, kSteps, kRank, kTeam> role(p, memory);
+    const bool first_state = !p.restart && p.temperature == nullptr && p.prefix > 0;
+    role.load(exchange, first_state);
+    const bool runs = begin();
+    const int first = start[role.team];
+    if (runs && first < drafts) role.run(exchange, first, first_state ? 1 : first, epoch);
   } else {
     const int unit0 = (blockIdx.x - p.teams * kTeam) * kStateUnits;
     StateRole<T, kSteps> role;
-    role.load(p, unit0);
+    role.load(p, memory, unit0);
+    const bool runs = begin();
+    exchange.clear_other((blockIdx.x - p.teams * kTeam) * kTeamThreads + thread,
+                         (gridDim.x - p.teams * kTeam) * kTeamThreads);
     int from = drafts;
-    if (begin() && unit0 < p.units)
+    if (runs && unit0 < p.units)
       for (int row = 0; row < p.teams; ++row) from = min(from, start[row]);
-    if (from < drafts) role.run(p, exchange(), memory, start, unit0, max(from - 1, 0), epoch);
+    if (from < drafts) role.run(p, exchange, memory, start, unit0, max(from - 1, 0), epoch);
   }
-  cluster_sync();  // nobody sends to a block that has left
+  cluster_arrive_relaxed();  // nobody sends to a block that has left
+  cluster_wait();
   leave_chain(p.control);
 }
 

@@ -15,29 +15,21 @@ struct StateRole {
   static constexpr int kMmas = kTeamParts * kSteps;  // of a warp, for 16 units of a gate
   static constexpr int kPairs = kMmas / 2;           // of 32 k
   static constexpr int kTiles = kStateUnits / 16;
-  uint4 w[kTiles][3][kMmas];
+  using Stages = WeightStages<T, kMmas, 3 * kTiles>;
+  uint4 w[3 * kTiles][kMmas];  // of tile i / 3, gate i % 3
 
-  __device__ __forceinline__ void load(const TeamArgs& p, int unit0) {
-    const int units = static_cast<int>(p.units);
-    const int warp = threadIdx.x / kWarpSize, g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
-    const int k0 = warp * kMmas * 16 + 4 * t;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-      for (int gate = 0; gate < 3; ++gate) {
-        const int unit = unit0 + tile * 16 + g;
-        const T* const row =
-            static_cast<const T*>(p.w_hh) + static_cast<int64_t>(gate * units + unit) * units + k0;
-#pragma unroll
-        for (int i = 0; i < kMmas; ++i) {
-          uint2 low{0, 0}, high{0, 0};
-          if (k0 + i * 16 < units && unit < units) {
-            low = *reinterpret_cast<const uint2*>(row + i * 16);
-            high = *reinterpret_cast<const uint2*>(row + 8 * units + i * 16);
-          }
-          w[tile][gate][i] = {low.x, high.x, low.y, high.y};
-        }
-      }
+  __device__ __forceinline__ void load(const TeamArgs& p, char* memory, int unit0) {
+    const int units = static_cast<int>(p.units), k0 = threadIdx.x / kWarpSize * kMmas * 16;
+    const auto rows = [&](int i) {
+      const int unit = unit0 + i / 3 * 16;
+      const T* const row =
+          static_cast<const T*>(p.w_hh) + static_cast<int64_t>(i % 3 * units + unit) * units + k0;
+      return WeightRows<T>{unit < units ? row : nullptr, units};
+    };
+    const Stages stages{shared_address(memory), min(p.stages, Stages::kSixteens)};
+    stages.fetch(0, units - k0, rows);
+    stages.take(w, units - k0, rows);
+    __syncthreads();  // the products' sums will stand there
   }
 
   // From draft `from` on; start: the first draft of each row.
@@ -84,7 +76,7 @@ struct StateRole {
 #pragma unroll
               for (int part = 0; part < kTeamParts; ++part) {
                 const int at = part * kSteps + i;
-                const uint4 a = w[of][gate][at];
+                const uint4 a = w[of * 3 + gate][at];
                 const uint64_t b = words[at / 2][at % 2];
                 const uint32_t b0 = static_cast<uint32_t>(b), b1 = static_cast<uint32_t>(b >> 32);
                 if (i == 0) {
