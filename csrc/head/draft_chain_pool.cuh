@@ -276,6 +276,28 @@ __device__ __forceinline__ unsigned long long best_of_strips(const ChainBlockPar
   using Keys = PoolKeys<Base, kPacked>;
   constexpr int kAhead = 10 / sizeof(Base), kStrip = kPoolThreads * kEight;
   typename Keys::Key best = 0;
+  if constexpr (kPacked) {     // strips that are whole and without edits
+    constexpr int kWhole = 6;  // in flight
+    const int whole = aligned && !p.mask ? min(end, static_cast<int>(p.vocab_valid) / kStrip) : 0;
+#pragma unroll 1
+    for (; strip + kWhole <= whole; strip += kWhole) {
+      uint4 raw[kWhole][1];
+#pragma unroll
+      for (int i = 0; i < kWhole; ++i)
+        load_logits<true>(raw[i], base + (strip + i) * kStrip + threadIdx.x * kEight, kEight);
+#pragma unroll
+      for (int i = 0; i < kWhole; ++i) {
+        const EightIds ids = EightIds::all((strip + i) * kStrip + threadIdx.x * kEight);
+        Values values;
+        values.set(raw[i], nullptr);
+        values.raise(Values::none());  // no NaN
+        typename Keys::Key key[kEight];
+        Keys::make(key, values, ids, (strip + i) * kEight);
+#pragma unroll
+        for (int k = 0; k < kEight; ++k) best = max(best, key[k]);
+      }
+    }
+  }
 #pragma unroll 1
   for (; strip < end; strip += kAhead) {
     uint4 raw[kAhead][sizeof(Base) / 2] = {};
@@ -458,7 +480,7 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
     HoistMemory& of_hoist = *reinterpret_cast<HoistMemory*>(memory);
     if (launch.hoist_tile == 0) return chain_hoist<T, 1, 1, 8>(p, block, of_hoist);
     if (launch.hoist_tile == 1) return chain_hoist<T, 1, 2, 4>(p, block, of_hoist);
-    return chain_hoist<T, 2, 4, 1>(p, block, of_hoist);
+    return chain_hoist<T, 2, 4, 2>(p, block, of_hoist);
   }
   block -= launch.hoist_blocks;
   if (block < launch.winner_blocks) return pool_winners<Base, kPacked>(p, launch, block, memory);

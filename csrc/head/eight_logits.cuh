@@ -164,6 +164,12 @@ struct EightIds {
         keep(valid) {
     if (p.mask && inside > 0) keep &= p.mask[b * p.mask_stride + v / 32] >> (v % 32);
   }
+  // Where it is known that all of them do.
+  static __device__ __forceinline__ EightIds all(int v) { return {v, kEight, 0xffu, 0xffu}; }
+
+ private:
+  __device__ __forceinline__ EightIds(int v, int inside, uint32_t valid, uint32_t keep)
+      : v(v), inside(inside), valid(valid), keep(keep) {}
 };
 
 // kVector: whole eights by 16-byte loads, or none; otherwise element by element.
