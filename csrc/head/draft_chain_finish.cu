@@ -6,16 +6,20 @@ namespace domino {
 
 namespace {
 
-template <class T, int kSteps>
+template <class T, int kSteps, int kRank>
 int launch(const ChainBlockParams& p, const DeviceInfo& device, cudaStream_t stream) {
-  const auto kernel = chain_finish<T, kSteps>;
-  constexpr int64_t kStage = sizeof(typename VocabSweep<T>::Stage);
-  const int64_t fixed = sizeof(FinishMemory) + 2 * p.batch * sizeof(int);
-  const int64_t warps =
-      std::min<int64_t>(kStateParts, (device.shared_memory - 1024 - fixed) / kStage);
+  const auto kernel = chain_finish<T, kSteps, kRank>;
+  using Sweep = VocabSweep<T, kRank>;
+  constexpr int64_t kStage = sizeof(typename Sweep::Stage), kBase = sizeof(typename Sweep::Base);
+  const int64_t memory = device.shared_memory - 1024 - 2 * p.batch * sizeof(int);
+  const auto bytes = [&](int64_t warps) {
+    return warps * kStage + sizeof(SweepColumns) + std::max(warps * kBase, kFinishParts);
+  };
+  int64_t warps = kStateParts;
+  while (warps > 0 && bytes(warps) > memory) --warps;
   if (warps < 1) return kBadArgument;
   LaunchShape shape{dim3(device.processors), kFinishThreads};
-  shape.shared = warps * kStage + fixed;
+  shape.shared = bytes(warps) + 2 * p.batch * sizeof(int);
   shape.overlap = device.major >= 9 && !p.portable;
   shape.cooperative = true;
   const cudaError_t error = cudaFuncSetAttribute(
@@ -37,8 +41,9 @@ int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream) {
     if constexpr (std::is_same_v<T, float>) {
       return static_cast<int>(kBadDtype);
     } else {
-      if (p.units <= 256) return launch<T, 1>(p, device, as_stream(stream));
-      return launch<T, 4>(p, device, as_stream(stream));
+      if (p.units <= 256) return launch<T, 1, 0>(p, device, as_stream(stream));
+      if (p.rank == 256) return launch<T, 4, 256>(p, device, as_stream(stream));
+      return launch<T, 4, 0>(p, device, as_stream(stream));
     }
   });
 }

@@ -17,13 +17,11 @@ namespace domino {
 
 constexpr int kFinishThreads = kStateParts * kWarpSize;
 constexpr uint32_t kFinishPatience = 1 << 22;  // cycles at a barrier, about 2 ms
-constexpr int kStateTiles = 2;                 // eights of rows whose states are made together
+constexpr int kStateTiles = 2;                 // eights of rows whose products are made together
 
-// Of a block, behind the stages of its sweep.
-union FinishMemory {
-  float parts[kStateParts * kStateTiles * 3 * 128];  // [warps, tiles, gates, lanes, 4]
-  SweepColumns columns;
-};
+// Bytes of a block's parts of sums, f32 [warps, tiles, gates, lanes, 4]: where the base logits of
+// its sweep come later.
+constexpr int64_t kFinishParts = kStateParts * kStateTiles * 3 * 128 * sizeof(float);
 
 // All blocks have come here and see what the others wrote; false: one of them does not come.
 __device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t count) {
@@ -116,17 +114,22 @@ struct StateProduct {
   }
 };
 
-// sweep_warps: that have a stage. raw: base logits are (vocab_sweep.cuh).
-template <class T, int kSteps>
+// kRank: the rank where it is known, or 0. sweep_warps: that have a stage. raw: base logits are
+// (vocab_sweep.cuh).
+template <class T, int kSteps, int kRank>
 __global__ void __launch_bounds__(kFinishThreads, 1)
     chain_finish(const __grid_constant__ ChainBlockParams p, int sweep_warps, bool raw) {
   extern __shared__ uint4 shared[];
   __shared__ int slots[kStateParts];
   __shared__ bool last;
-  using Sweep = VocabSweep<T>;
+  using Sweep = VocabSweep<T, kRank>;
   auto* const stages = reinterpret_cast<typename Sweep::Stage*>(shared);
-  FinishMemory& memory = *reinterpret_cast<FinishMemory*>(stages + sweep_warps);
-  int* const list = reinterpret_cast<int*>(&memory + 1);
+  SweepColumns& columns = *reinterpret_cast<SweepColumns*>(stages + sweep_warps);
+  auto* const bases = reinterpret_cast<typename Sweep::Base*>(&columns + 1);
+  float* const parts = reinterpret_cast<float*>(bases);
+  int* const list =
+      reinterpret_cast<int*>(reinterpret_cast<char*>(bases) +
+                             max(sweep_warps * static_cast<int64_t>(sizeof(*bases)), kFinishParts));
   int* const starts = list + p.batch;  // of the rows of the list
 
   // which waits for this one, and mostly leaves at once as well
@@ -148,7 +151,8 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
             raw,
             sweeps % 2 == 0,
             sweep_warps,
-            stages};
+            stages,
+            bases};
   };
   sweep().start();
   const int units = static_cast<int>(p.units), rank = static_cast<int>(p.rank);
@@ -177,72 +181,89 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
     for (int i = threadIdx.x; i < pending.count * drafts; i += kFinishThreads)
       if (pends(i / drafts, i % drafts)) *key_at(i / drafts, i % drafts) = 0;
 
+  // Of a turn in either phase: 16 units and 32 rows of the batch, 16 rows of W1s and 8 of the
+  // batch. The weights of a block's first turn are on their way while it waits at the barrier in
+  // front.
+  constexpr int kRows = kFinishThreads / 16, kTurnRows = kStateTiles * kTileColumns;
+  const int state_turns = units / 16 * ceil_div(pending.count, kRows);
+  const int low_turns = rank / 16 * ceil_div(pending.count, kTileColumns);
+  StateProduct<T, kSteps, 3, kStateTiles> product;
+  StateProduct<T, kSteps, 1, 1> low_product;
+  const auto load_weights = [&](int turn) {
+    product.load_weights(
+        static_cast<const T*>(p.w_hh) + static_cast<int64_t>(turn % (units / 16)) * 16 * units,
+        units, static_cast<int64_t>(units) * units, units);
+  };
+  const auto load_low_weights = [&](int turn) {
+    const int64_t stride = p.hidden_width + p.units;
+    low_product.load_weights(
+        static_cast<const T*>(p.w1) + p.hidden_width + turn % (rank / 16) * 16 * stride, stride, 0,
+        units);
+  };
   uint32_t barriers = 0;
+  const auto barrier = [&] { return together && grid_barrier(p.control, ++barriers * gridDim.x); };
+  const int row = threadIdx.x % 16, column = threadIdx.x / 16;
   for (int j = begin; j < drafts && together; ++j) {
-    // S_j: 16 units of 16 rows at a time
-    constexpr int kRows = kStateTiles * kTileColumns;
-    for (int turn = blockIdx.x; turn < units / 16 * ceil_div(pending.count, kRows);
-         turn += gridDim.x) {
-      const int tile = turn % (units / 16), first = turn / (units / 16) * kRows;
-      const int row = threadIdx.x % 16, column = threadIdx.x / 16, n = first + column;
-      const bool mine = column < kRows && pends(n, j);
+    // S_j
+    for (int turn = blockIdx.x; turn < state_turns; turn += gridDim.x) {
+      const int tile = turn % (units / 16), first = turn / (units / 16) * kRows, n = first + column;
+      const bool mine = pends(n, j);
       const auto token = [&](int n) { return clamp_id(key_id(__ldcg(key_at(n, j - 1))), p.vocab); };
       float x[3] = {};
       T before{};
-      if (p.table == nullptr) {
-        for (int eight = 0; eight < kRows; eight += kTileColumns) {
-          const bool real = pends(first + eight + g, j);
-          input_product<T, 1>(p, memory.parts, real ? token(first + eight + g) : 0, tile * 16);
-          __syncthreads();
-          for (int gate = 0; mine && column / 8 == eight / 8 && gate < 3; ++gate)
-            x[gate] = StateProduct<T, kSteps, 3, 1>::total(memory.parts, gate, row, column % 8);
-          __syncthreads();
-        }
-      }
-      StateProduct<T, kSteps, 3, kStateTiles> product;
-      product.load_weights(static_cast<const T*>(p.w_hh) + static_cast<int64_t>(tile) * 16 * units,
-                           units, static_cast<int64_t>(units) * units, units);
-#pragma unroll
-      for (int eight = 0; eight < kStateTiles; ++eight) {
-        const int of = first + eight * kTileColumns + g;
-        product.load_states(eight, pends(of, j) ? state_at(of, j - 1) : nullptr, units);
-      }
       if (mine) before.bits = __ldcg(&state_at(n, j - 1)[tile * 16 + row].bits);
       if (mine && p.table != nullptr) {
         const T* from = static_cast<const T*>(p.table) + (token(n) * (units / 16) + tile) * 48;
         for (int gate = 0; gate < 3; ++gate) x[gate] = to_float(from[gate * 16 + row]);
       }
-      product.multiply(memory.parts);
-      if (mine)
-        state_at(n, j)[tile * 16 + row] =
-            gru_unit<T>(x[0], x[1], x[2], product.total(memory.parts, 0, row, column),
-                        product.total(memory.parts, 1, row, column),
-                        product.total(memory.parts, 2, row, column), to_float(before));
-      __syncthreads();
+      if (p.table == nullptr) {
+        for (int eight = 0; eight < kRows && first + eight < pending.count; eight += kTileColumns) {
+          const bool real = pends(first + eight + g, j);
+          input_product<T, 1>(p, parts, real ? token(first + eight + g) : 0, tile * 16);
+          __syncthreads();
+          for (int gate = 0; mine && column / 8 == eight / 8 && gate < 3; ++gate)
+            x[gate] = StateProduct<T, kSteps, 3, 1>::total(parts, gate, row, column % 8);
+          __syncthreads();
+        }
+      }
+      load_weights(turn);
+      for (int some = 0; some < kRows && first + some < pending.count; some += kTurnRows) {
+#pragma unroll
+        for (int eight = 0; eight < kStateTiles; ++eight) {
+          const int of = first + some + eight * kTileColumns + g;
+          product.load_states(eight, pends(of, j) ? state_at(of, j - 1) : nullptr, units);
+        }
+        product.multiply(parts);
+        if (mine && column / kTurnRows == some / kTurnRows) {
+          const auto total = [&](int gate) {
+            return product.total(parts, gate, row, column % kTurnRows);
+          };
+          state_at(n, j)[tile * 16 + row] =
+              gru_unit<T>(x[0], x[1], x[2], total(0), total(1), total(2), to_float(before));
+        }
+        __syncthreads();
+      }
     }
-    together = grid_barrier(p.control, ++barriers * gridDim.x);
+    load_low_weights(blockIdx.x);
+    together = barrier();
 
-    // u: 16 rows of W1s and 8 of the batch at a time
-    for (int turn = blockIdx.x;
-         together && turn < rank / 16 * ceil_div(pending.count, kTileColumns); turn += gridDim.x) {
+    // u
+    for (int turn = blockIdx.x; together && turn < low_turns; turn += gridDim.x) {
       const int tile = turn % (rank / 16), first = turn / (rank / 16) * kTileColumns;
-      const int64_t stride = p.hidden_width + p.units;
-      StateProduct<T, kSteps, 1, 1> product;
-      product.load_weights(static_cast<const T*>(p.w1) + p.hidden_width + tile * 16 * stride,
-                           stride, 0, units);
-      product.load_states(0, pends(first + g, j) ? state_at(first + g, j) : nullptr, units);
-      const int row = threadIdx.x % 16, column = threadIdx.x / 16, n = first + column;
+      if (turn != blockIdx.x) load_low_weights(turn);
+      low_product.load_states(0, pends(first + g, j) ? state_at(first + g, j) : nullptr, units);
+      const int n = first + column;
       const bool mine = column < kTileColumns && pends(n, j);
       const int64_t at = mine ? low_rank_at(n, j) + tile * 16 + row : 0;
       const float from_hidden = mine ? p.from_hidden[at] : 0.0f;
-      product.multiply(memory.parts);
+      low_product.multiply(parts);
       if (mine) {
-        const float mixed = from_hidden + product.total(memory.parts, 0, row, column);
+        const float mixed = from_hidden + low_product.total(parts, 0, row, column);
         static_cast<T*>(p.low_rank)[at] = from_float<T>(chain_low_rank_input(p.kind, mixed));
       }
       __syncthreads();
     }
-    together = together && grid_barrier(p.control, ++barriers * gridDim.x);
+    together = barrier();
 
     // y_{j+1}: this block's share of W2
     for (int first = 0; together && first < pending.count; first += kSweepColumns) {
@@ -251,20 +272,20 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
       if (threadIdx.x < kSweepColumns) {
         const int n = first + static_cast<int>(threadIdx.x);
         const bool real = threadIdx.x < here && pends(n, j);
-        memory.columns.best[threadIdx.x] = real ? 0 : SweepColumns::kTaken;
-        memory.columns.base[threadIdx.x] = real ? static_cast<const T*>(p.base_logits) +
-                                                      list[n] * p.base_batch_stride +
-                                                      (p.first_slot + j) * p.base_slot_stride
-                                                : nullptr;
+        columns.best[threadIdx.x] = real ? 0 : SweepColumns::kTaken;
+        columns.base[threadIdx.x] = real ? static_cast<const T*>(p.base_logits) +
+                                               list[n] * p.base_batch_stride +
+                                               (p.first_slot + j) * p.base_slot_stride
+                                         : nullptr;
       }
-      fill_columns(memory.columns.u, tiles, ScoreSteps(rank), [&](int column) -> const T* {
+      fill_columns(columns.u, tiles, ScoreSteps(rank), [&](int column) -> const T* {
         const int n = first + column;
         return pends(n, j) && column < here ? static_cast<const T*>(p.low_rank) + low_rank_at(n, j)
                                             : nullptr;
       });
       copy_async_wait<0>();
       __syncthreads();
-      sweep().run(memory.columns, tiles, 0, [&](int column, int v) {
+      sweep().run(columns, tiles, 0, [&](int column, int v) {
         const int n = first + column;
         return pends(n, j) ? base_at(p, list[n], j, v) : -INFINITY;
       });
@@ -272,13 +293,13 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
       sweep().start();  // of the next columns or draft
       __syncthreads();
       if (threadIdx.x < here) {
-        const unsigned long long best = memory.columns.best[threadIdx.x];
+        const unsigned long long best = columns.best[threadIdx.x];
         if (best != 0 && best < SweepColumns::kTaken)
           atomicMax(key_at(first + threadIdx.x, j), best);
       }
       __syncthreads();
     }
-    together = together && grid_barrier(p.control, ++barriers * gridDim.x);
+    together = barrier();
   }
   copy_async_wait<0>();
 

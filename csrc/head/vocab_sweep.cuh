@@ -18,12 +18,14 @@ struct SweepColumns {
   static constexpr unsigned long long kTaken = ~0ull << 32;  // NaN, above all keys
 };
 
-template <class T>
+// kRank: the rank where it is known, or 0.
+template <class T, int kRank>
 struct VocabSweep {
-  using Rows = CertifyRows<T, 1, 0>;
-  struct Stage {  // of a warp, in shared memory
-    typename Rows::Stage rows;
-    uint4 base[kSweepColumns][2];
+  using Rows = CertifyRows<T, 1, kRank>;
+  // Of a warp, in shared memory: rows of W2, and base logits of two groups of ids.
+  using Stage = typename Rows::Stage;
+  struct Base {
+    uint4 of[2][kSweepColumns][2];
   };
 
   const T* w2;
@@ -31,18 +33,21 @@ struct VocabSweep {
   ScoreSteps steps;
   bool raw;  // base logits: as copied from base, 16 bits each, where rows and vocab are in 16 bytes
   Stage& stage;
+  Base& base;
   int first, step, count;  // groups of 16 ids of this warp
 
-  // warps: of the block that take part, the first ones. backward: from the end of its share, of
-  // which L2 holds most if the sweep before went forward.
+  // warps: of the block that take part, the first ones, with a stage and a base each. backward:
+  // from the end of its share, of which L2 holds most if the sweep before went forward.
   __device__ __forceinline__ VocabSweep(const T* w2, int64_t vocab, int64_t valid, int64_t rank,
-                                        bool raw, bool backward, int warps, Stage* stages)
+                                        bool raw, bool backward, int warps, Stage* stages,
+                                        Base* bases)
       : w2(w2),
         vocab(static_cast<int>(vocab)),
         valid(static_cast<int>(valid)),
         steps(static_cast<int>(rank)),
         raw(raw),
-        stage(stages[min(warp_id(), warps - 1)]) {
+        stage(stages[min(warp_id(), warps - 1)]),
+        base(bases[min(warp_id(), warps - 1)]) {
     const int64_t groups = ceil_div<int64_t>(vocab, kTileRows);
     const int begin = static_cast<int>(groups * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(groups * (blockIdx.x + 1) / gridDim.x);
@@ -61,11 +66,15 @@ struct VocabSweep {
   template <class BaseAt>
   __device__ __forceinline__ void run(SweepColumns& columns, int tiles, uint32_t first_id,
                                       BaseAt base_at) const {
-    if (count > 0) fetch_base(columns, tiles, first);
+    if (count > 0) fetch_base(columns, tiles, first, 0);
     for (int i = 0, group = first; i < count; ++i, group += step) {
+      const int turn = i % 2;
       Rows rows;
-      rows.take(stage.rows, steps);
-      if (i + 1 < count) fetch(group + step);
+      rows.take(stage, steps);
+      if (i + 1 < count) {
+        fetch(group + step);
+        fetch_base(columns, tiles, group + step, (i + 1) % 2);
+      }
       const int v[2] = {group * kTileRows + lane_id() / 4, group * kTileRows + lane_id() / 4 + 8};
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) {
@@ -77,14 +86,14 @@ struct VocabSweep {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int id = v[i / 2];
-          float base = -INFINITY;
+          float logit = -INFINITY;
           if (raw) {
-            const T* values = reinterpret_cast<const T*>(stage.base[column + i % 2]);
-            if (id < valid) base = to_float(values[lane_id() / 4 + i / 2 * 8]);
+            const T* values = reinterpret_cast<const T*>(base.of[turn][column + i % 2]);
+            if (id < valid) logit = to_float(values[lane_id() / 4 + i / 2 * 8]);
           } else if (id < vocab) {
-            base = base_at(column + i % 2, id);
+            logit = base_at(column + i % 2, id);
           }
-          scores[0][i] += base;
+          scores[0][i] += logit;
           const unsigned long long of_column = best[i % 2];
           // also where either is NaN; not so where the column takes no part
           raises |= id < vocab && of_column < SweepColumns::kTaken &&
@@ -106,23 +115,22 @@ struct VocabSweep {
         }
       }
       __syncwarp();
-      if (i + 1 < count) fetch_base(columns, tiles, group + step);
     }
   }
 
  private:
   __device__ __forceinline__ void fetch(int group) const {
-    Rows::fetch(stage.rows, w2, group * kTileRows, vocab, steps);
+    Rows::fetch(stage, w2, group * kTileRows, vocab, steps);
   }
 
-  __device__ __forceinline__ void fetch_base(const SweepColumns& columns, int tiles,
-                                             int group) const {
+  __device__ __forceinline__ void fetch_base(const SweepColumns& columns, int tiles, int group,
+                                             int turn) const {
     if (!raw) return;
     for (int i = lane_id(); i < tiles * kTileColumns * 2; i += kWarpSize) {
       const void* from = columns.base[i / 2];
       const int v = group * kTileRows + i % 2 * 8;
       if (from && v < vocab)
-        copy_async16(shared_address(&stage.base[i / 2][i % 2]), static_cast<const T*>(from) + v);
+        copy_async16(shared_address(&base.of[turn][i / 2][i % 2]), static_cast<const T*>(from) + v);
     }
     copy_async_commit();
   }

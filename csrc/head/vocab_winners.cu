@@ -9,7 +9,9 @@ namespace {
 template <class T>
 int launch(const VocabWinnersParams& p, const DeviceInfo& device, cudaStream_t stream) {
   const auto kernel = vocab_winners<T>;
-  constexpr int kStage = sizeof(typename VocabSweep<T>::Stage), kFixed = sizeof(SweepColumns);
+  using Sweep = VocabSweep<T, 0>;
+  constexpr int kStage = sizeof(typename Sweep::Stage) + sizeof(typename Sweep::Base);
+  constexpr int kFixed = sizeof(SweepColumns);
   const int warps = std::min(kWinnersWarps, (device.shared_memory - kFixed) / kStage);
   if (warps < 1) return kBadArgument;
   LaunchShape shape{dim3(device.processors), kWinnersWarps * kWarpSize};

@@ -23,13 +23,14 @@ template <class T>
 __global__ void __launch_bounds__(kWinnersWarps* kWarpSize, 1)
     vocab_winners(const __grid_constant__ VocabWinnersParams p, int warps, bool raw) {
   extern __shared__ uint4 shared[];
-  using Sweep = VocabSweep<T>;
+  using Sweep = VocabSweep<T, 0>;
   auto* const stages = reinterpret_cast<typename Sweep::Stage*>(shared);
-  SweepColumns& columns = *reinterpret_cast<SweepColumns*>(stages + warps);
+  auto* const bases = reinterpret_cast<typename Sweep::Base*>(stages + warps);
+  SweepColumns& columns = *reinterpret_cast<SweepColumns*>(bases + warps);
   const int64_t active = p.num_active ? min(static_cast<int64_t>(*p.num_active), p.batch) : p.batch;
   const int64_t count = active * p.slots;
   const Sweep sweep(static_cast<const T*>(p.w2), p.vocab, p.vocab_valid, p.rank, raw, false, warps,
-                    stages);
+                    stages, bases);
   const auto base_begin = [&](int64_t n) {
     return n / p.slots * p.base_batch_stride + n % p.slots * p.base_slot_stride;
   };
