@@ -246,24 +246,22 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const bool low_warp = has_rank && low_thread >= 0 && low_thread < kMost * kBlockRank;
   const bool low_turn = low_warp && low_row < rows;
   const int low_start = start[low_turn ? low_row : 31];
-  // A warp takes its part of the k of S for all rows, a row or more a load, and turns them around
+  // A warp takes its part of the k of S for all rows, several of them a load, and turns them around
   // in shared memory; where a word is not there yet it asks for that again.
-  constexpr int kRowWords = kParts * kSteps * 4, kRowsAtOnce = kWarpSize / kRowWords;
-  constexpr int kTilesAtOnce = kTiles > 1 ? 2 : 1, kPitch = kRowWords * 8 + 32;
-  constexpr int kLoads = kTilesAtOnce * kColumns / kRowsAtOnce;
-  static_assert(Memory::kWarps * kTilesAtOnce * kColumns * kPitch <=
+  constexpr int kWords = kTiles > 1 ? 2 : 1,
+                kRowWords = kParts * kSteps * 4;  // of a load; of a row
+  constexpr int kRowsAtOnce = kWarpSize * kWords / kRowWords, kLoads = kMost / kRowsAtOnce;
+  constexpr int kTurnTiles = kTiles > 1 ? 2 : 1, kPitch = kRowWords * 8 + 32;
+  static_assert(Memory::kWarps * kTurnTiles * kColumns * kPitch <=
                 Memory::gate_totals - Memory::gate_sums);
-  char* const turn_around = memory + Memory::gate_sums + warp * (kTilesAtOnce * kColumns * kPitch);
-  const int lane_row = lane / kRowWords, lane_k = (warp * kRowWords + lane % kRowWords) * 4;
-  uint32_t awaited[kTiles / kTilesAtOnce];  // loads of this lane, without a restart
+  char* const turn_around = memory + Memory::gate_sums + warp * (kTurnTiles * kColumns * kPitch);
+  const int lane_row = lane * kWords / kRowWords, lane_word = lane * kWords % kRowWords;
+  const int lane_k = (warp * kRowWords + lane_word) * 4;
+  uint32_t awaited = 0;  // loads of this lane, without a restart
 #pragma unroll
-  for (int some = 0; some < kTiles; some += kTilesAtOnce) {
-    awaited[some / kTilesAtOnce] = 0;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int row = some * kColumns + i * kRowsAtOnce + lane_row;
-      if (row < rows && lane_k < units && start[row] == 0) awaited[some / kTilesAtOnce] |= 1u << i;
-    }
+  for (int i = 0; i < kLoads; ++i) {
+    const int row = i * kRowsAtOnce + lane_row;
+    if (row < rows && lane_k < units && start[row] == 0) awaited |= 1u << i;
   }
   const int from_step = max(begin - 1, 0);
   if (run) prepare(max(from_step, scored_from), tile0);
@@ -342,52 +340,68 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     }
 
     // S_j (or, where a row starts behind this step, the state that it starts from)
-    uint32_t s[kTiles][kParts * kSteps][2];
-#pragma unroll
-    for (int some = 0; some < kTiles; some += kTilesAtOnce) {
-      uint64_t word[kLoads] = {};
+    uint64_t word[kLoads][kWords] = {};
+    {
       // Who does not need S_j waits for it all the same where it sends keys: they stand where those
       // of y_j do, which whoever made S_j has read.
-      uint32_t missing = scored || has_units ? awaited[some / kTilesAtOnce] : 0;
+      uint32_t missing = scored || has_units ? awaited : 0;
       if (p.restart) {
         missing = 0;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-          const int row = some * kColumns + i * kRowsAtOnce + lane_row;
+          const int row = i * kRowsAtOnce + lane_row;
           if (row >= rows || lane_k >= units) continue;
           const int starts = start[row];
           if ((scored || has_units) && j >= starts) missing |= 1u << i;
-          if (starts == j + 1 && starts < drafts)
-            word[i] = *reinterpret_cast<const uint64_t*>(static_cast<const T*>(p.states) +
-                                                         ((first_row + row) * drafts + j) * units +
-                                                         lane_k);
+          if (starts == j + 1 && starts < drafts) {
+            const uint64_t* const from = reinterpret_cast<const uint64_t*>(
+                static_cast<const T*>(p.states) + ((first_row + row) * drafts + j) * units +
+                lane_k);
+#pragma unroll
+            for (int n = 0; n < kWords; ++n) word[i][n] = from[n];
+          }
         }
       }
-      const T* const from = states + (some * kColumns + lane_row) * units + lane_k;
+      const T* const from = states + lane_row * units + lane_k;
       await(
           [&] {
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-              if (some * kColumns + i * kRowsAtOnce >= rows) break;
-              look_if(word[i], from + i * kRowsAtOnce * units, missing & 1u << i);
+              if (i * kRowsAtOnce >= rows) break;
+              if constexpr (kWords == 2) {
+                look_twice_if(word[i], from + i * kRowsAtOnce * units, missing & 1u << i);
+              } else {
+                look_if(word[i][0], from + i * kRowsAtOnce * units, missing & 1u << i);
+              }
             }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-              if (some * kColumns + i * kRowsAtOnce >= rows) break;
-              if (has_state_tag(word[i], tag)) missing &= ~(1u << i);
+              if (i * kRowsAtOnce >= rows) break;
+              if (has_state_tag(word[i][0], tag) && has_state_tag(word[i][kWords - 1], tag))
+                missing &= ~(1u << i);
             }
             return missing == 0;
           },
           aborted);
+    }
+    uint32_t s[kTiles][kParts * kSteps][2];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (some * kColumns + i * kRowsAtOnce >= rows) break;
-        *reinterpret_cast<uint64_t*>(turn_around + (i * kRowsAtOnce + lane_row) * kPitch +
-                                     lane % kRowWords * 8) = word[i] & ~kStateTagBits;
+    for (int some = 0; some < kTiles; some += kTurnTiles) {
+      constexpr int kTurnLoads = kTurnTiles * kColumns / kRowsAtOnce;
+#pragma unroll
+      for (int i = 0; i < kTurnLoads; ++i) {
+        const auto& words = word[some * kColumns / kRowsAtOnce + i];
+        char* const to = turn_around + (i * kRowsAtOnce + lane_row) * kPitch + lane_word * 8;
+        if constexpr (kWords == 2) {
+          *reinterpret_cast<ulonglong2*>(to) = {words[0] & ~kStateTagBits,
+                                                words[1] & ~kStateTagBits};
+        } else {
+          *reinterpret_cast<uint64_t*>(to) = words[0] & ~kStateTagBits;
+        }
       }
       __syncwarp();
 #pragma unroll
-      for (int tile = 0; tile < kTilesAtOnce; ++tile)
+      for (int tile = 0; tile < kTurnTiles; ++tile)
 #pragma unroll
         for (int i = 0; i < kParts * kSteps; ++i) {
           const uint2 pair = *reinterpret_cast<const uint2*>(
@@ -433,37 +447,54 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       }
     }
 
-    // W_hh S_j for the next step: half of it while u travels, half while the keys do
-    const auto add_gates = [&](int first, int last) {
-      if (!has_units || j + 1 == drafts) return;
+    // W_hh S_j for the next step, the eights of rows from kFirst on: most of it while u travels,
+    // the rest while the keys do.
+    const auto add_gates = [&](auto first_of, auto count_of) {
+      constexpr int kFirst = decltype(first_of)::value, kCount = decltype(count_of)::value;
+      static_assert(kCount <= Memory::kBuffers);
+      if (!has_units || j + 1 == drafts || kFirst * kColumns >= rows) return;
+      float sums[kCount][kParts][3][4] = {};
 #pragma unroll
-      for (int tile = first; tile < last && tile * kColumns < rows; ++tile) {
-        float* const buffer = gate_sums + tile % Memory::kBuffers * kStateParts * 384;
+      for (int tile = 0; tile < kCount; ++tile)
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        for (int part = 0; part < kParts; ++part)
 #pragma unroll
-          for (int gate = 0; gate < 3; ++gate) {
-            float sums[4] = {};
+          for (int gate = 0; gate < 3; ++gate)
 #pragma unroll
             for (int i = part * kSteps; i < (part + 1) * kSteps; ++i) {
               const uint4 w = w_gate[gate][i];
-              mma_16x8x16<T>(sums, w.x, w.y, w.z, w.w, s[tile][i][0], s[tile][i][1]);
+              const auto& x = s[kFirst + tile][i];
+              mma_16x8x16<T>(sums[tile][part][gate], w.x, w.y, w.z, w.w, x[0], x[1]);
             }
-            *reinterpret_cast<float4*>(buffer + (warp * kParts + part) * 384 + gate * 128 +
-                                       lane * 4) = {sums[0], sums[1], sums[2], sums[3]};
-          }
-        }
-        __syncthreads();
+      if (kFirst > 0) __syncthreads();  // all have taken what the eights before left here
 #pragma unroll
-        for (int i = threadIdx.x; i < 384; i += kThreads) {
-          const int gate = i / 128, from = i % 128 / 4, e = i % 4;
-          const int column = tile * kColumns + 2 * (from % 4) + e % 2;
-          gate_totals[column * 48 + gate * 16 + from / 4 + 8 * (e / 2)] =
-              sum_of_parts<384>(buffer + i);
-        }
+      for (int tile = 0; tile < kCount; ++tile)
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+#pragma unroll
+          for (int gate = 0; gate < 3; ++gate) {
+            const auto& sum = sums[tile][part][gate];
+            *reinterpret_cast<float4*>(gate_sums + tile * kStateParts * 384 +
+                                       (warp * kParts + part) * 384 + gate * 128 +
+                                       lane * 4) = {sum[0], sum[1], sum[2], sum[3]};
+          }
+      __syncthreads();
+#pragma unroll
+      for (int n = threadIdx.x; n < kCount * 384; n += kThreads) {
+        const int i = n % 384, gate = i / 128, from = i % 128 / 4, e = i % 4;
+        const int column = (kFirst + n / 384) * kColumns + 2 * (from % 4) + e % 2;
+        gate_totals[column * 48 + gate * 16 + from / 4 + 8 * (e / 2)] =
+            sum_of_parts<384>(gate_sums + n / 384 * kStateParts * 384 + i);
       }
     };
-    add_gates(0, (kTiles + 1) / 2);
+    using One = std::integral_constant<int, 1>;
+    using Two = std::integral_constant<int, 2>;
+    if constexpr (kTiles == 1) {
+      add_gates(std::integral_constant<int, 0>{}, One{});
+    } else {
+      add_gates(std::integral_constant<int, 0>{}, Two{});
+      add_gates(Two{}, One{});
+    }
 
     // scores of this warp's tiles
     if (scored) {
@@ -568,12 +599,16 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         }
         if (tile + 1 < tile_end) {
           prepare(j, tile + 1);
-        } else if (j + 1 < drafts) {
+        } else if (kTiles == 1 && j + 1 < drafts) {
           prepare(j + 1, tile0);
         }
       }
     }
-    add_gates((kTiles + 1) / 2, kTiles);
+    if constexpr (kTiles > 1) {
+      add_gates(std::integral_constant<int, 3>{}, One{});
+      // only now: of what is loaded here nothing may be spilled, which would wait for it
+      if (scored && j + 1 < drafts && tile0 < tile_end) prepare(j + 1, tile0);
+    }
     __syncthreads();
     if (resident && slot_pools && j + 1 < drafts && j + 1 > scored_from) load_rows(j + 1);
   }
