@@ -113,12 +113,13 @@ __device__ __forceinline__ unsigned long long least_key_of_block(unsigned long l
 }
 
 // The winner so far, `key`, met by this lane's eight tokens as far as their time can be within
-// `bound`. By a whole warp.
+// `bound`. winning: of the winner, where it is wanted. By a whole warp.
 template <class Group, class Weights>
 __device__ __forceinline__ unsigned long long race_group(int token, const Group& group,
                                                          const Weights& weights,
                                                          const RaceNoise& noise, float bound,
-                                                         unsigned long long key) {
+                                                         unsigned long long key,
+                                                         float* winning = nullptr) {
   float top = group.at(0);
 #pragma unroll
   for (int j = 1; j < kGroup; ++j) top = fmaxf(top, group.at(j));
@@ -158,6 +159,7 @@ __device__ __forceinline__ unsigned long long race_group(int token, const Group&
     if (!(upper > 0.0f)) continue;
     const unsigned long long mine =
         race_key(weights.exact(upper, token + which), word, token + which);
+    if (winning != nullptr && mine < key) *winning = logit;
     key = mine < key ? mine : key;
   }
   return key;

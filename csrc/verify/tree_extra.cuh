@@ -19,11 +19,15 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   const RowCluster cluster;
   const TreeWorkspace workspace(p);
   const int64_t at = blockIdx.x / cluster.size;
+  const EarlyLoads early(p, at / p.width, false);
   const TreeRequest r(p, at / p.width);
   const int n = static_cast<int>(at % p.width);
   const FilterParams filters = r.filters();
   const bool match = r.rule == TreeRule::kMatch, filtered = filters.any(p.vocab);
-  inner.load(r, parent);
+  if (threadIdx.x == 0) shared_race.open();
+  inner.load(r, early, blockDim.x, sync_block, [&](int m, int stored) {
+    parent[m] = static_cast<int16_t>(stored < m ? stored : -1);
+  });
   previous_launch_done();
   if (n >= r.nodes || !inner.has(n) || !(match || filtered)) return;
   const int row_chunks = workspace.row_chunks;
@@ -54,7 +58,8 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   int turn = 0;
   const unsigned long long key =
       race_last(cluster, &row, weights, RaceNoise{r.position_noise(depth), kPositionDraw, 0},
-                static_cast<float>(mass) * (1.0f / kFixedOne), &turn, &shared_race);
+                static_cast<float>(mass) * (1.0f / kFixedOne), &turn, &shared_race)
+          .key;
   if (cluster.rank == 0 && threadIdx.x == 0)
     workspace.drawn[at] = static_cast<int32_t>(key & 0xffffffffu);
 }

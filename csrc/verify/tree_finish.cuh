@@ -9,40 +9,9 @@
 #include "verify/tree_judge.cuh"
 #include "verify/tree_last_row.cuh"
 #include "verify/tree_path.cuh"
+#include "verify/tree_taken.cuh"
 
 namespace domino {
-
-// What the last token may no longer be, or less often: tokens with what is taken off their weight.
-struct SharedTaken {
-  static constexpr int kSlots = 2 * kMaxPool, kNone = -1;
-  int32_t ids[kSlots];
-  float amounts[kSlots];
-
-  static_assert(kSlots == 1 << 11);
-  static __device__ __forceinline__ int slot_of(int id) {
-    return static_cast<int>(static_cast<uint32_t>(id) * 0x9e3779b1u >> (32 - 11));
-  }
-
-  __device__ void clear() {
-    for (int i = threadIdx.x; i < kSlots; i += blockDim.x) ids[i] = kNone;
-  }
-  // Tokens are distinct, or all amounts are infinite; at most half of the slots are taken.
-  __device__ void put(int id, float amount) {
-    int i = slot_of(id);
-    for (;; i = (i + 1) % kSlots) {
-      const int found = atomicCAS(&ids[i], kNone, id);
-      if (found == kNone || found == id) break;
-    }
-    amounts[i] = amount;
-  }
-  __device__ __forceinline__ float of(int id) const {
-    for (int i = slot_of(id);; i = (i + 1) % kSlots) {
-      const int found = ids[i];
-      if (found == id) return amounts[i];
-      if (found == kNone) return 0.0f;
-    }
-  }
-};
 
 // What the race weighs the tokens of one node by (race_row).
 struct TreeWeights {
@@ -67,7 +36,16 @@ struct TreeWeights {
   }
 };
 
-struct TreeFinishShared {
+// Where a walk by traversal ends.
+struct alignas(16) WalkEnd {
+  NodeRecord record;
+  int32_t node, last;  // last: its index in the path
+  uint32_t status, unused;
+};
+static_assert(sizeof(WalkEnd) == 64);
+
+// Behind it in shared memory, from sm_90 on: ChunkStats[row_chunks].
+struct alignas(16) TreeFinishShared {
   SharedTree tree;
   float coins[kMaxTreeNodes];  // VERIFY_COIN n
   SharedChildren children;     // logit: in the end the log-probability of each node's token
@@ -75,40 +53,34 @@ struct TreeFinishShared {
     SharedPools pools;
     SharedTaken taken;
   };
-  union {
-    uint32_t start[kMaxTreeNodes];
-    int32_t step[kMaxTreeNodes];
-  };
-  union {
-    float child_p[kMaxTreeNodes];
-    SharedRace race;
-  };
+  int32_t step[kMaxTreeNodes];
+  uint32_t start[kMaxTreeNodes];  // these three of traversal, in the first block
+  float keep[kMaxTreeNodes];
+  float child_p[kMaxTreeNodes];
+  WalkEnd end;
+  Mailbox ended, chunks;
+  SharedRace race;
   int16_t path[kMaxTreeNodes];
   RowStats leaf;
   uint32_t status;
-  int last;  // index of the last node of the path
   int ticket;
 };
 
-// The path along the steps. All threads of a block; synchronises.
-__device__ __forceinline__ void find_path(const TreeRequest& r, const TreeWorkspace& workspace,
-                                          TreeFinishShared* shared) {
+// The steps to the first kept node in post-order: the way down to it by least children. start(n):
+// with which probability node n is reached; keep(n): and kept. All threads of a block;
+// synchronises.
+template <class Start, class Keep>
+__device__ __forceinline__ void find_steps(TreeFinishShared* shared, Start start, Keep keep) {
   const SharedTree& tree = shared->tree;
-  const int64_t first = r.b * r.p.width;
-  if (threadIdx.x == 0) shared->status = tree.faults;
-  if (r.rule == TreeRule::kTraversal) {
-    // the first kept node in post-order: the way down to it by least children
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) shared->step[n] = kNoStep;
-    __syncthreads();
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-      const NodeRecord record = load_record(workspace.records + first + n);
-      if (record.status != 0) atomicOr(&shared->status, static_cast<uint32_t>(record.status));
-      if (n == 0 || !(record.start > 0.0f) || !(shared->coins[n - 1] <= record.keep)) continue;
-      for (int m = n; m > 0; m = tree.parent[m]) atomicMin(&shared->step[tree.parent[m]], m);
-    }
-    __syncthreads();
+#pragma unroll 1
+  for (int n = threadIdx.x; n < tree.nodes; n += blockDim.x) shared->step[n] = kNoStep;
+  __syncthreads();
+#pragma unroll 1
+  for (int n = threadIdx.x; n < tree.nodes; n += blockDim.x) {
+    if (n == 0 || !(start(n) > 0.0f) || !(shared->coins[n - 1] <= keep(n))) continue;
+#pragma unroll 1
+    for (int m = n; m > 0; m = tree.parent[m]) atomicMin(&shared->step[tree.parent[m]], m);
   }
-  if (threadIdx.x == 0) shared->last = follow(shared->step, shared->path, &shared->status);
   __syncthreads();
 }
 
@@ -132,7 +104,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   TreeFinishShared& shared = *reinterpret_cast<TreeFinishShared*>(shared_bytes);
   const RowCluster cluster;
   const int64_t b = blockIdx.x / cluster.size;
-  ask_for_request(p, b);
+  const EarlyLoads early(p, b, true);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
   const SharedTree& tree = shared.tree;
@@ -140,21 +112,31 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   const int64_t first = b * p.width;
   if (r.nodes == 0) {
     previous_launch_done();
-    if (cluster.rank == 0) {
-      emit_path(r, tree, nullptr, nullptr, -1);
-      if (threadIdx.x == 0) emit_last(r, -1, -1, 0.0f, r.faults);
-    }
+    if (cluster.rank == 0) emit_nothing(r);
     return;
   }
-  shared.tree.load(r);
-  const bool wants_coins = r.rule != TreeRule::kGreedy && r.rule != TreeRule::kMatch;
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-    const int parent = tree.parent[n], x = tree.token[n];
-    shared.step[n] = kNoStep;
-    const float logit = parent >= 0 && x >= 0 ? r.target_row(parent).at(x) : -INFINITY;
-    if (wants_coins) shared.coins[n] = r.coin(n);  // while the logit is on its way
-    shared.children.logit[n] = logit;
+  ask_for_pools(cluster, r);
+  if (threadIdx.x == 0) {
+    shared.ended.open();
+    shared.chunks.open();
+    shared.race.open();
   }
+  float own_logit = -INFINITY;
+  shared.tree.load(r, early, blockDim.x, sync_block, [&](int n, int parent, int token) {
+    if (parent < 0 || token < 0) return;
+    const float logit = to_float(static_cast<const T*>(r.target_row(parent).data)[token]);
+    if (n < blockDim.x)
+      own_logit = logit;  // on its way until all else is done
+    else
+      shared.children.logit[n] = logit;
+  });
+  const bool wants_coins = r.rule != TreeRule::kGreedy && r.rule != TreeRule::kMatch;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+    shared.step[n] = kNoStep;
+    if (wants_coins) shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
+  }
+  if (threadIdx.x < r.nodes) shared.children.logit[threadIdx.x] = own_logit;
   cluster.sync();  // all blocks are there, and their steps
 
   const bool dense = kGeneral && r.uses_draft() && p.draft_logits != nullptr;
@@ -197,24 +179,60 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   if (dense)
     judge_dense(cluster, r, workspace, tree, shared.coins, shared.step, shared.children.logit);
   cluster.sync();
-  if (pooled && r.rule == TreeRule::kTraversal) {
-    if (cluster.rank == 0)
+  const bool traversal = r.rule == TreeRule::kTraversal;
+  if (traversal) {
+    if (threadIdx.x == 0) shared.status = 0;
+    if (pooled && cluster.rank == 0) {
       traverse(r, workspace, tree, &shared.pools, &shared.children, shared.child_p, shared.start,
-               &shared.ticket);
-    cluster.sync();
+               shared.keep, &shared.status, &shared.ticket);
+      find_steps(
+          &shared, [&](int m) { return __uint_as_float(shared.start[m]); },
+          [&](int m) { return shared.keep[m]; });
+    }
+    if (dense) {
+      __syncthreads();
+#pragma unroll 1
+      for (int m = threadIdx.x; m < r.nodes; m += blockDim.x) {
+        const NodeRecord record = load_record(workspace.records + first + m);
+        shared.start[m] = __float_as_uint(record.start);
+        shared.keep[m] = record.keep;
+        if (record.status != 0) atomicOr(&shared.status, static_cast<uint32_t>(record.status));
+      }
+      find_steps(
+          &shared, [&](int m) { return __uint_as_float(shared.start[m]); },
+          [&](int m) { return shared.keep[m]; });
+    }
   }
-  find_path(r, workspace, &shared);
-  shared.taken.clear();
+  int n = 0, last = 0;
+  uint32_t status = tree.faults;
+  NodeRecord record = fresh_record(RowStats{}, 1.0f);
+  if (!(pooled && traversal) || cluster.rank == 0) {
+    if (traversal) status |= shared.status;
+    follow(shared.step, &n, &last, &status, threadIdx.x == 0 ? shared.path : nullptr);
+  }
+  if (pooled && traversal) {  // the first block knows
+    if (cluster.rank == 0 && warp == 0) {
+      WalkEnd end{record, n, last, status, 0};
+      if (tree.inner.has(n)) end.record = load_record(workspace.records + first + n);
+      uint64_t words[sizeof(WalkEnd) / 8];
+      memcpy(words, &end, sizeof(words));
+      shared.ended.send(cluster, &shared.end, words);
+    }
+    shared.ended.wait(cluster, sizeof(WalkEnd));
+    n = shared.end.node;
+    last = shared.end.last;
+    status = shared.end.status;
+    record = shared.end.record;
+  }
+  shared.taken.clear(threadIdx.x, blockDim.x);
   __syncthreads();
 
-  const int last = shared.last, n = shared.path[last];
   const bool leaf = !tree.inner.has(n);
   // what the last token takes, in the order in which it is needed
-  NodeRecord record = fresh_record(RowStats{}, 1.0f);
   RowStats draft{};
   int pool_id = -1;
   float pool_logit = 0.0f;
-  if (!leaf) record = load_record(workspace.records + first + n);
+  if (!leaf && !(pooled && traversal)) record = load_record(workspace.records + first + n);
   if (!leaf && r.uses_draft()) draft = workspace.drafts[first + n];
   if (!leaf && pooled && threadIdx.x < p.pool) {
     pool_id = r.pool_ids(n)[threadIdx.x];
@@ -223,7 +241,15 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   LastRow<T> row(cluster, r.target_row(n), p.vocab);
   if (leaf || !greedy) row.fetch_ahead();
   const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
-  if (leaf) {
+  if (leaf && !kGeneral) {
+#if __CUDA_ARCH__ >= 900
+    ChunkStats* told = reinterpret_cast<ChunkStats*>(&shared + 1);
+#else
+    ChunkStats* told = workspace.chunks + (first + n) * workspace.row_chunks;
+#endif
+    record.stats = read_leaf<false>(cluster, greedy, !greedy || p.chosen_logprob != nullptr, scale,
+                                    &row, told, &shared.chunks, &shared.race);
+  } else if (leaf) {
     read_row<false>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
     if (warp == 0) {
       uint32_t lane_key;
@@ -236,10 +262,14 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     record.stats = shared.leaf;
   }
   const uint32_t faults = record.stats.faults;
-  uint32_t status = r.faults | shared.status | faults;
+  status |= r.faults | faults;
+  const auto emit_nodes = [&] {
+    emit_path(r, tree, shared.path, last,
+              [&](int i) { return shared.children.logit[shared.path[i + 1]]; });
+  };
   if (faults != 0) {
     if (cluster.rank != 0) return;
-    emit_path(r, tree, shared.path, shared.children.logit, last);
+    emit_nodes();
     if (threadIdx.x == 0) emit_last(r, last, -1, 0.0f, status);
     return;
   }
@@ -247,7 +277,9 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   const bool match = r.rule == TreeRule::kMatch;
   TreeDraw kind = draw_kind(r.rule, record);
   if (kGeneral && match && leaf) kind = TreeDraw::kPlain;
+  bool emits = cluster.rank == 0 && threadIdx.x == 0;
   int64_t token = record.stats.argmax;
+  float logit = record.stats.top;
   if (kind != TreeDraw::kNone) {
     if (record.moved != 0 && record.keep == 0.0f) status |= kZeroResidual;
     RowFilter filter;
@@ -285,33 +317,37 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
         weights.taken = &shared.taken;
       }
     } else if (kind == TreeDraw::kWithoutChildren) {
-      for (int c = n + 1 + threadIdx.x; c < r.nodes; c += blockDim.x)
-        if (tree.parent[c] == n && tree.token[c] >= 0) shared.taken.put(tree.token[c], INFINITY);
+      shared.taken.put_children(tree, n);
       weights.taken = &shared.taken;
       mass *= record.mass;
     }
     __syncthreads();
-    RaceNoise noise{r.noise(), kind == TreeDraw::kPlain ? kBonusDraw : kResidualDraw, n};
+    RaceNoise noise{early.noise, kind == TreeDraw::kPlain ? kBonusDraw : kResidualDraw, n};
     if (kGeneral && match) noise = {r.position_noise(last), kPositionDraw, 0};
+    RaceResult won;
     int turn = 0;
-    unsigned long long key = race_last(cluster, &row, weights, noise, mass, &turn, &shared.race);
-    if (key == kNoWinner) {  // p without the children, or over q, is nothing up to rounding
-      status |= kZeroResidual;
+    bool again = kind != TreeDraw::kPlain;
+#pragma unroll 1
+    for (;; again = false) {
+      won = race_last(cluster, &row, weights, noise, mass, &turn, &shared.race);
+      if (won.key != kNoWinner || !again) break;
+      status |= kZeroResidual;  // p without the children, or over q, is nothing up to rounding
       weights.unit = 1.0f;
       weights.taken = nullptr;
       weights.dense.data = nullptr;
       noise.purpose = kBonusDraw;
-      key = race_last(cluster, &row, weights, noise, static_cast<float>(whole) * (1.0f / kFixedOne),
-                      &turn, &shared.race);
+      mass = static_cast<float>(whole) * (1.0f / kFixedOne);
     }
-    token = static_cast<int64_t>(key & 0xffffffffu);
+    emits = won.own;
+    token = static_cast<int64_t>(won.key & 0xffffffffu);
+    logit = won.logit;
+  } else if (kGeneral && match && emits) {
+    logit = row.source.at(token);
   }
-  if (cluster.rank != 0) return;
-  emit_path(r, tree, shared.path, shared.children.logit, last);
-  if (threadIdx.x == 0)
-    emit_last(r, last, token,
-              p.chosen_logprob != nullptr ? law.log_probability(row.source.at(token)) : 0.0f,
+  if (emits)
+    emit_last(r, last, token, p.chosen_logprob != nullptr ? law.log_probability(logit) : 0.0f,
               status);
+  if (cluster.rank == 0) emit_nodes();
 }
 
 }  // namespace domino

@@ -56,6 +56,21 @@ struct SharedChildren {
 
 constexpr int kPoolAhead = 2;  // entries of a lane that are on their way at once
 
+// Asks for all pools of request r: which nodes have children is not known yet. By all threads of a
+// cluster.
+__device__ __forceinline__ void ask_for_pools(const RowCluster& cluster, const TreeRequest& r) {
+  const VerifyTreeParams& p = r.p;
+  if (!r.uses_draft() || p.draft_logits != nullptr) return;
+  constexpr int kStep = 128 / sizeof(int32_t);  // entries of a line
+  const int lines = static_cast<int>((p.pool + kStep - 1) / kStep), all = r.nodes * lines;
+#pragma unroll 1
+  for (int i = cluster.rank * blockDim.x + threadIdx.x; i < all; i += cluster.size * blockDim.x) {
+    const int n = i / lines, m = (i - n * lines) * kStep;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(r.pool_ids(n) + m));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(r.pool_row(n).plus(m).data));
+  }
+}
+
 // Ids, the target's logits there and the law q of node n's pool. By one warp.
 __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const PoolView& pool) {
   const int lane = threadIdx.x % kWarpSize;
@@ -271,17 +286,19 @@ __device__ __forceinline__ float wait_start(uint32_t* start) {
 }
 
 // Traversal, by a whole block: the nodes with children in parallel, each by a warp as soon as its
-// parent has said with which probability it is reached. Tickets rise with the nodes and a parent
-// has an earlier one than its children, so no warp waits for ever. All that nodes take is fetched
+// parent has said with which probability it is reached. keep: with which it is kept, *all_status:
+// of all that were reached; both in shared memory. Tickets rise with the nodes and a parent has an
+// earlier one than its children, so no warp waits for ever. All that nodes take is fetched
 // beforehand if there is room for all pools. Completes all records.
 __device__ __forceinline__ void traverse(const TreeRequest& r, const TreeWorkspace& workspace,
                                          const SharedTree& tree, SharedPools* pools,
                                          SharedChildren* children, float* child_p, uint32_t* start,
-                                         int* ticket) {
+                                         float* keep, uint32_t* all_status, int* ticket) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int count = static_cast<int>(r.p.pool), inner = tree.inner.count;
   const int64_t first = r.b * r.p.width;
   const bool ahead = inner * count <= kMaxPool;
+#pragma unroll 1
   for (int i = threadIdx.x; ahead && i < inner * count; i += blockDim.x) {
     const int64_t at = (first + tree.inner.at[i / count]) * count + i % count;
     pools->p[i] = __ldcg(workspace.pool_p + at);
@@ -354,6 +371,8 @@ __device__ __forceinline__ void traverse(const TreeRequest& r, const TreeWorkspa
       return true;
     });
     if (lane == 0) {
+      keep[n] = state.keep;
+      if (status != 0) atomicOr(all_status, status);
       stored->status = static_cast<uint16_t>(status);
       stored->moved = state.moved;
       stored->rho = state.rho;
@@ -364,12 +383,9 @@ __device__ __forceinline__ void traverse(const TreeRequest& r, const TreeWorkspa
     __syncwarp();
   }
   __syncthreads();
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-    if (tree.inner.has(n)) continue;
-    NodeRecord* stored = workspace.records + first + n;
-    stored->status = 0;
-    stored->start = stored->keep = __uint_as_float(start[n]);
-  }
+#pragma unroll 1
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
+    if (!tree.inner.has(n)) keep[n] = __uint_as_float(start[n]);
 }
 
 }  // namespace domino

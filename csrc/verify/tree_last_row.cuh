@@ -1,6 +1,7 @@
 // The row where the walk ends, shared by the blocks of a cluster: its chunks, and the race over it.
 #pragma once
 
+#include "verify/cluster_mail.cuh"
 #include "verify/race.cuh"
 #include "verify/tree_rows.cuh"
 
@@ -44,6 +45,67 @@ struct LastRow {
   }
 };
 
+// The statistics of a row of `count` chunks, load(c), whose greatest logits are at first(c). By a
+// whole warp.
+template <class Load, class First>
+__device__ __forceinline__ RowStats join_chunks(int count, float scale, bool wants_first,
+                                                bool wants_sum, Load load, First first) {
+  constexpr int kHeld = 5;  // of 32 lanes: 163,840 tokens are read once
+  const int lane = threadIdx.x % kWarpSize;
+  ChunkStats held[kHeld];
+  uint32_t at[kHeld], key = 0;
+#pragma unroll
+  for (int n = 0; n < kHeld; ++n) {
+    const int c = lane + n * kWarpSize;
+    held[n] = c < count ? load(c) : ChunkStats{0, {0, 0, 0}};
+    at[n] = wants_first && c < count ? first(c) : 0;
+  }
+#pragma unroll
+  for (int n = 0; n < kHeld; ++n) key = max(key, held[n].key);
+#pragma unroll 1
+  for (int c = lane + kHeld * kWarpSize; c < count; c += kWarpSize) key = max(key, load(c).key);
+  const uint32_t top_key = __reduce_max_sync(kFullMask, key);
+  RowStats stats{0, key_logit(top_key), 0, 0, 0};
+  stats.faults = row_faults(stats.top);
+  if (stats.faults != 0) return stats;
+  if (wants_first) {
+    uint32_t best = ~0u;
+#pragma unroll
+    for (int n = 0; n < kHeld; ++n)
+      if (held[n].key == top_key) best = min(best, at[n]);
+#pragma unroll 1
+    for (int c = lane + kHeld * kWarpSize; c < count; c += kWarpSize)
+      if (load(c).key == top_key) best = min(best, first(c));
+    stats.argmax = static_cast<int32_t>(__reduce_min_sync(kFullMask, best));
+  }
+  if (!wants_sum) return stats;
+  const RowExponent exponent(stats.top, scale);
+  // Digits of a chunk's sum are below 2^23, so those of what is held add up in 32 bits.
+  uint32_t sums[3] = {0, 0, 0};
+  DigitSums rest;
+  const auto add = [&](const ChunkStats& chunk, auto& to) {
+    const RowExponent part(key_logit(chunk.key), scale);
+    const int below = exponent.grid() - part.grid();
+    const bool counts = exponent.huge ? chunk.key == top_key : chunk.key > kEmptyKey && !part.huge;
+    const uint32_t a = counts ? chunk.digits[0] : 0, b = counts ? chunk.digits[1] : 0;
+    const uint32_t c = counts ? chunk.digits[2] : 0;
+    to[0] += below == 0 ? a : 0;
+    to[1] += below == 0 ? b : below == 1 ? a : 0;
+    to[2] += below == 0 ? c : below == 1 ? b : below == 2 ? a : 0;
+  };
+#pragma unroll
+  for (int n = 0; n < kHeld; ++n) add(held[n], sums);
+#pragma unroll 1
+  for (int c = lane + kHeld * kWarpSize; c < count; c += kWarpSize) add(load(c), rest.at);
+#pragma unroll
+  for (int n = 0; n < 3; ++n) {
+    if (count > kHeld * kWarpSize) rest.at[n] = warp_sum(rest.at[n]);
+    rest.at[n] += __reduce_add_sync(kFullMask, sums[n]);
+  }
+  stats.sum = exponent.huge ? rest.at[0] << 40 : rest.fixed(exponent);
+  return stats;
+}
+
 // Writes the chunks of a row that the first launch has not read, `at` of the workspace on. By the
 // whole cluster; synchronises.
 template <bool kArgmaxOnly, class T>
@@ -61,33 +123,88 @@ __device__ __forceinline__ void read_row(const RowCluster& cluster, const TreeRe
 }
 
 __device__ __forceinline__ unsigned long long warp_least(unsigned long long key) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    const unsigned long long other = __shfl_xor_sync(kFullMask, key, offset);
-    key = other < key ? other : key;
-  }
-  return key;
+  const uint32_t high = __reduce_min_sync(kFullMask, static_cast<uint32_t>(key >> 32));
+  const bool has = static_cast<uint32_t>(key >> 32) == high;
+  const uint32_t low = __reduce_min_sync(kFullMask, has ? static_cast<uint32_t>(key) : ~0u);
+  return static_cast<unsigned long long>(high) << 32 | low;
 }
 
-// The winners of all warps of the cluster, in each of its blocks. Races take turns with the slots.
+// The winners of all warps of the cluster, in each of its blocks. Races take turns with the slots
+// and the mailboxes.
 struct SharedRace {
+  Mailbox winners[2];
   unsigned long long keys[2][16 * kWalkWarps];
+
+  __device__ __forceinline__ void open() {
+    winners[0].open();
+    winners[1].open();
+  }
 };
 
-// As race_row, but every warp tells every block: one synchronisation a race. All threads call it,
-// and all get the result. turn: 0 at first, and as the race before has left it.
+struct RaceResult {
+  unsigned long long key;  // in all threads
+  bool own;                // of the one lane of the cluster that met the winner,
+  float logit;             // and the winner's logit there
+};
+
+// The statistics of a leaf's row, whose chunks the blocks tell each other. chunks: of a row, in
+// shared memory where there are clusters.
+template <bool kArgmaxOnly, class T>
+__device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool greedy,
+                                              bool wants_sum, float scale, LastRow<T>* row,
+                                              ChunkStats* chunks, Mailbox* mail, SharedRace* race) {
+  const int warps = blockDim.x / kWarpSize;
+  unsigned long long best = 0;
+  row->for_each_chunk([&](int chunk, int token) {
+    uint32_t id = 0;
+    const ChunkStats out =
+        chunk_stats<kArgmaxOnly>(row->groups, token, greedy, wants_sum, scale, id);
+    if (greedy) best = max(best, static_cast<unsigned long long>(out.key) << 32 | ~id);
+    if (kArgmaxOnly) return;
+    const uint64_t words[2] = {static_cast<uint64_t>(out.digits[0]) << 32 | out.key,
+                               static_cast<uint64_t>(out.digits[2]) << 32 | out.digits[1]};
+    mail->send(cluster, chunks + chunk, words);
+  });
+  RowStats stats{};
+  const int slot = cluster.rank * warps + static_cast<int>(threadIdx.x) / kWarpSize;
+  if (greedy) {
+    const uint64_t words[1] = {best};
+    race->winners[0].send(cluster, race->keys[0] + slot, words);
+  }
+  if (!kArgmaxOnly) {
+    mail->wait(cluster, row->count * static_cast<int>(sizeof(ChunkStats)));
+    stats = join_chunks(
+        row->count, scale, false, wants_sum, [&](int c) { return chunks[c]; },
+        [](int) { return 0u; });
+  }
+  if (greedy) {
+    race->winners[0].wait(cluster, cluster.size * warps * static_cast<int>(sizeof(best)));
+    best = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpSize; i < cluster.size * warps; i += kWarpSize)
+      best = max(best, static_cast<unsigned long long>(race->keys[0][i]));
+    best = ~warp_least(~best);
+    stats.top = key_logit(static_cast<uint32_t>(best >> 32));
+    stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(best));
+    stats.faults = row_faults(stats.top);
+  }
+  return stats;
+}
+
+// As race_row, but every warp tells every block: one trip a race. All threads call it. turn: 0 at
+// first, and as the race before has left it.
 template <class T, class Weights>
-__device__ __forceinline__ unsigned long long race_last(const RowCluster& cluster, LastRow<T>* row,
-                                                        const Weights& weights,
-                                                        const RaceNoise& noise, float mass,
-                                                        int* turn, SharedRace* shared) {
+__device__ __forceinline__ RaceResult race_last(const RowCluster& cluster, LastRow<T>* row,
+                                                const Weights& weights, const RaceNoise& noise,
+                                                float mass, int* turn, SharedRace* shared) {
   const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
 #pragma unroll 1
   for (;;) {
-    unsigned long long* keys = shared->keys[*turn];
-    *turn ^= 1;
-    unsigned long long key = kNoWinner;
+    unsigned long long* keys = shared->keys[*turn & 1];
+    Mailbox& winners = shared->winners[*turn & 1];
+    unsigned long long own = kNoWinner;
+    float logit = 0.0f;
     row->for_each_chunk([&](int, int token) {
       const float top = lane_top(row->groups);
       if (!__any_sync(kFullMask, top >= weights.filter.cut_logit &&
@@ -95,22 +212,24 @@ __device__ __forceinline__ unsigned long long race_last(const RowCluster& cluste
         return;
 #pragma unroll 1
       for (int g = 0; g < kLaneGroups; ++g) {  // one copy of the code
-        key = race_group(token + g * kGroupStep, row->groups[0], weights, noise, bound, key);
+        own =
+            race_group(token + g * kGroupStep, row->groups[0], weights, noise, bound, own, &logit);
         const Group<T> first = row->groups[0];
 #pragma unroll
         for (int n = 1; n < kLaneGroups; ++n) row->groups[n - 1] = row->groups[n];
         row->groups[kLaneGroups - 1] = first;
       }
     });
-    key = warp_least(key);
-    const int slot = cluster.rank * warps + threadIdx.x / kWarpSize;
-    if (lane < cluster.size) *cluster.map(keys + slot, lane) = key;
-    cluster.sync();
-    key = kNoWinner;
+    const uint64_t sent[1] = {warp_least(own)};
+    winners.send(cluster, keys + cluster.rank * warps + threadIdx.x / kWarpSize, sent);
+    winners.wait(cluster, cluster.size * warps * static_cast<int>(sizeof(*keys)), *turn / 2);
+    *turn += 1;
+    unsigned long long key = kNoWinner;
+#pragma unroll 1
     for (int i = lane; i < cluster.size * warps; i += kWarpSize) key = min(key, keys[i]);
     key = warp_least(key);
-    if (key != kNoWinner && __uint_as_float(static_cast<uint32_t>(key >> 32)) <= bound) return key;
-    if (bound == INFINITY) return key;
+    const bool found = __uint_as_float(static_cast<uint32_t>(key >> 32)) <= bound;
+    if ((key != kNoWinner && found) || bound == INFINITY) return {key, own == key, logit};
     bound = INFINITY;
   }
 }

@@ -13,6 +13,15 @@ namespace domino {
 constexpr int kTreeRowWarps = 8;
 constexpr int kTreeRowBlocks = 2;  // on an SM, so that a block of the last launch fits beside them
 
+// A group of a row that is not aligned, or the row's last. A copy of it at every load would be half
+// of the code.
+template <class T>
+__device__ __noinline__ Group<T> load_slowly(const T* row, int token, int vocab) {
+  Group<T> out;
+  out.load(row, token, vocab, false);
+  return out;
+}
+
 // A lane's groups of the chunk of which `token` is its first. Without branches where that can be,
 // so that all of them are on their way at once.
 template <class T>
@@ -25,32 +34,42 @@ __device__ __forceinline__ void load_chunk(const RowSource<T>& source, int token
                         source.data + token + g * kGroupStep);
   } else {
 #pragma unroll
-    for (int g = 0; g < kLaneGroups; ++g) groups[g] = source.group(token + g * kGroupStep);
+    for (int g = 0; g < kLaneGroups; ++g)
+      groups[g] = load_slowly(source.data, token + g * kGroupStep, source.vocab);
   }
 }
 
-// What the walk has to know of a chunk, by one warp.
+// What the walk has to know of a chunk, in all lanes of a warp. first: the lowest id that has its
+// greatest logit.
+template <bool kArgmaxOnly, class T>
+__device__ __forceinline__ ChunkStats chunk_stats(const Group<T> (&groups)[kLaneGroups], int token,
+                                                  bool wants_first, bool wants_sum, float scale,
+                                                  uint32_t& first) {
+  const uint32_t own = logit_key(lane_top(groups));
+  ChunkStats out{__reduce_max_sync(kFullMask, own), {0, 0, 0}};
+  const float top = key_logit(out.key);
+  if (kArgmaxOnly || wants_first) first = first_of(groups, token, top, own == out.key);
+  if (!kArgmaxOnly && wants_sum && out.key < kInfinityKey && out.key > kEmptyKey)
+    chunk_digits(groups, top, scale, out.digits);
+  return out;
+}
+
+// The same to the workspace. kArgmaxOnly: as (key, first) pairs.
 template <bool kArgmaxOnly, class T>
 __device__ __forceinline__ void store_chunk(const Group<T> (&groups)[kLaneGroups], int token,
                                             bool wants_first, bool wants_sum, float scale,
                                             int64_t at, const TreeWorkspace& workspace) {
   const bool leader = threadIdx.x % kWarpSize == 0;
-  const uint32_t own = logit_key(lane_top(groups));
-  const uint32_t key = __reduce_max_sync(kFullMask, own);
-  const float top = key_logit(key);
+  uint32_t first = 0;
+  const ChunkStats out =
+      chunk_stats<kArgmaxOnly>(groups, token, wants_first, wants_sum, scale, first);
+  if (!leader) return;
   if (kArgmaxOnly) {
-    const uint32_t id = first_of(groups, token, top, own == key);
-    if (leader) reinterpret_cast<uint2*>(workspace.chunks)[at] = {key, id};
-    return;
+    reinterpret_cast<uint2*>(workspace.chunks)[at] = {out.key, first};
+  } else {
+    if (wants_first) workspace.first[at] = first;
+    *reinterpret_cast<uint4*>(workspace.chunks + at) = reinterpret_cast<const uint4&>(out);
   }
-  ChunkStats out{key, {0, 0, 0}};
-  if (wants_first) {
-    const uint32_t id = first_of(groups, token, top, own == key);
-    if (leader) workspace.first[at] = id;
-  }
-  if (wants_sum && key < kInfinityKey && key > kEmptyKey)
-    chunk_digits(groups, top, scale, out.digits);
-  if (leader) *reinterpret_cast<uint4*>(workspace.chunks + at) = reinterpret_cast<uint4&>(out);
 }
 
 // Grid: `blocks` to a request, which share its chunks. Rows of the target, or those of a dense q.
@@ -62,11 +81,11 @@ __global__ void __launch_bounds__(kTreeRowWarps* kWarpSize, sizeof(T) == 4 ? 2 :
   __shared__ InnerNodes inner;
   allow_next_launch();
   const int64_t b = blockIdx.x / blocks;
-  ask_for_request(p, b);
+  const EarlyLoads early(p, b, false);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
   if (r.nodes < 2 || (!of_target && !r.uses_draft())) return;
-  inner.load(r, nullptr);
+  inner.load(r, early, blockDim.x, sync_block, [](int, int) {});
   const float scale = law_scale(of_target ? r.temperature : r.draft_temperature);
   const bool wants_first = r.rule == TreeRule::kGreedy;
   const bool wants_sum = !wants_first || p.chosen_logprob != nullptr;

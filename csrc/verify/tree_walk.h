@@ -140,17 +140,20 @@ struct TreeRequest {
   }
   DOMINO_HD int64_t token(int n) const { return p.tokens[offset(n, p.tokens_stride, 1)]; }
 
+  // Not of the root, whose parent is not read.
+  DOMINO_HD int stored_parent(int n) const { return p.parents[offset(n, p.parents_stride, 1)]; }
   // -1: the root, a pad or an orphan.
   DOMINO_HD int parent(int n) const {
     if (n == 0) return -1;
-    const int parent = p.parents[offset(n, p.parents_stride, 1)];
+    const int parent = stored_parent(n);
     return parent >= 0 && parent < n ? parent : -1;
   }
-  // kBadTree where node n is neither a pad (-1) nor a child of an earlier node.
+  // kBadTree where node n > 0 is neither a pad (-1) nor a child of an earlier node.
+  DOMINO_HD static uint32_t parent_fault(int n, int stored) {
+    return stored >= -1 && stored < n ? 0u : kBadTree;
+  }
   DOMINO_HD uint32_t parent_fault(int n) const {
-    if (n == 0) return 0;
-    const int parent = p.parents[offset(n, p.parents_stride, 1)];
-    return parent >= -1 && parent < n ? 0u : kBadTree;
+    return n == 0 ? 0u : parent_fault(n, stored_parent(n));
   }
 
   DOMINO_HD LogitRow target_row(int n) const {

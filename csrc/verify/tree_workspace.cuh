@@ -64,61 +64,61 @@ __device__ __forceinline__ NodeRecord load_record(const NodeRecord* record) {
   return out;
 }
 
-// Asks for what every block of request b reads first, so that it does not come from memory one by
-// one. By a whole block.
-__device__ __forceinline__ void ask_for_request(const VerifyTreeParams& p, int64_t b) {
-  const auto ask = [](const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-  };
-  if (p.cu_nodes == nullptr && threadIdx.x < p.width) {
-    ask(p.parents + b * p.parents_stride + threadIdx.x);
-    ask(p.tokens + b * p.tokens_stride + threadIdx.x);
+// What threads ask for before anything else, all of it at once: it comes from memory, and each wait
+// would be one more trip.
+struct EarlyLoads {
+  bool there = false;  // not of ragged batches
+  int64_t token = -1;  // of node threadIdx.x
+  int32_t parent = -1;
+  BlockNoise noise{0, 0};
+
+  __device__ __forceinline__ EarlyLoads(const VerifyTreeParams& p, int64_t b, bool wants_all) {
+    there = p.cu_nodes == nullptr;
+    const int n = threadIdx.x;
+    if (there && n > 0 && n < p.width) {
+      parent = p.parents[b * p.parents_stride + n];
+      if (wants_all) token = p.tokens[b * p.tokens_stride + n];
+    }
+    if (wants_all && p.temperature != nullptr) noise = {p.seed[b], p.block_start[b]};
   }
-  if (threadIdx.x == 0 && p.temperature != nullptr) {
-    ask(p.seed + b);
-    ask(p.block_start + b);
-    if (p.draft_temperature != nullptr) ask(p.draft_temperature + b);
-  }
-}
+};
+
+// How all threads of a block meet.
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
 
 // The nodes that have children. Rows of others are read where the walk ends, and nowhere else.
 struct InnerNodes {
   static constexpr int kWords = kMaxTreeNodes / 32;
   int count;
   uint32_t bits[kWords];
-  uint32_t before[kWords];
   int16_t at[kMaxTreeNodes];  // in order
 
   __device__ __forceinline__ bool has(int n) const { return (bits[n / 32] >> n % 32 & 1) != 0; }
 
-  // All threads of a block; synchronises. parents: what r.parent() says, for others to see, or null
-  __device__ __forceinline__ void load(const TreeRequest& r, int16_t* parents) {
-    static_assert(kWords == kWarpSize);
-    const int own = threadIdx.x < r.nodes ? r.parent(threadIdx.x) : -1;
+  // By the first `threads` threads of a block, who meet at sync(); synchronises. visit(n, parent)
+  // is called once a node, parent as it is stored.
+  template <class Sync, class Visit>
+  __device__ __forceinline__ void load(const TreeRequest& r, const EarlyLoads& early, int threads,
+                                       Sync sync, Visit visit) {
     if (threadIdx.x < kWords) bits[threadIdx.x] = 0;
-    __syncthreads();
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-      const int parent = n < blockDim.x ? own : r.parent(n);
-      if (parents != nullptr) parents[n] = static_cast<int16_t>(parent);
-      if (parent >= 0) atomicOr(&bits[parent / 32], 1u << parent % 32);
+    sync();
+#pragma unroll 1
+    for (int n = threadIdx.x; n < r.nodes; n += threads) {
+      const bool own = early.there && n < threads;
+      const int parent = n == 0 ? -1 : own ? early.parent : r.stored_parent(n);
+      if (parent >= 0 && parent < n) atomicOr(&bits[parent / 32], 1u << parent % 32);
+      visit(n, parent);
     }
-    __syncthreads();
-    if (threadIdx.x < kWords) {
-      const uint32_t here = __popc(bits[threadIdx.x]);
-      uint32_t sum = here;
-#pragma unroll
-      for (int offset = 1; offset < kWarpSize; offset *= 2) {
-        const uint32_t lower = __shfl_up_sync(kFullMask, sum, offset);
-        sum += threadIdx.x >= offset ? lower : 0;
-      }
-      before[threadIdx.x] = sum - here;
-      if (threadIdx.x == kWords - 1) count = static_cast<int>(sum);
+    sync();
+#pragma unroll 1
+    for (int n = threadIdx.x; n < r.nodes; n += threads) {
+      int before = __popc(bits[n / 32] & ((1u << n % 32) - 1));
+#pragma unroll 1
+      for (int word = 0; word < n / 32; ++word) before += __popc(bits[word]);
+      if (has(n)) at[before] = static_cast<int16_t>(n);
+      if (n == r.nodes - 1) count = before + has(n);
     }
-    __syncthreads();
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
-      if (has(n))
-        at[before[n / 32] + __popc(bits[n / 32] & ((1u << n % 32) - 1))] = static_cast<int16_t>(n);
-    __syncthreads();
+    sync();
   }
 };
 
@@ -130,19 +130,24 @@ struct SharedTree {
   int16_t parent[kMaxTreeNodes];  // -1: root, pad or orphan
   int32_t token[kMaxTreeNodes];   // kPad and kBad: not a token
 
-  // All threads of a block; synchronises.
-  __device__ void load(const TreeRequest& r) {
-    uint32_t found = 0;
-    for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-      uint32_t status = 0;
-      const int64_t x = n == 0 ? kPad : r.token(n);
-      token[n] = r.usable(x, &status) ? static_cast<int>(x) : status != 0 ? kBad : kPad;
-      found |= r.parent_fault(n);
+  // As InnerNodes::load; visit(n, parent, token), once a node.
+  template <class Sync, class Visit>
+  __device__ __forceinline__ void load(const TreeRequest& r, const EarlyLoads& early, int threads,
+                                       Sync sync, Visit visit) {
+    if (threadIdx.x == 0) {
+      nodes = r.nodes;
+      faults = 0;
     }
-    if (threadIdx.x == 0) nodes = r.nodes;
-    if (const int any = __syncthreads_or(found != 0); threadIdx.x == 0)
-      faults = any != 0 ? kBadTree : 0u;
-    inner.load(r, parent);
+    inner.load(r, early, threads, sync, [&](int n, int stored) {
+      const int above = stored >= 0 && stored < n ? stored : -1;
+      int64_t x = kPad;
+      if (n > 0) x = early.there && n < threads ? early.token : r.token(n);
+      const int id = x >= 0 && x < r.p.vocab ? static_cast<int>(x) : x == -1 ? kPad : kBad;
+      parent[n] = static_cast<int16_t>(above);
+      token[n] = id;
+      if (n > 0 && r.parent_fault(n, stored) != 0) faults = kBadTree;
+      visit(n, above, id);
+    });
   }
 
   // fn(c, mask) for the children of n, in order, 32 nodes at a time: a lane has node c, the mask

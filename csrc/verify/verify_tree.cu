@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "verify/tree_extra.cuh"
-#include "verify/tree_greedy.cuh"
+#include "verify/tree_plain.cuh"
 
 namespace domino {
 
@@ -31,7 +31,7 @@ int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only,
 // what it reads early may be what other kernels have just written.
 template <class Kernel>
 int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, int threads,
-                    int shared, const DeviceInfo& device, cudaStream_t stream) {
+                    int64_t shared, const DeviceInfo& device, cudaStream_t stream) {
   // as many blocks to a group as keep the device busy; more than 8 is for the data centre parts
   // alone, and only a few such clusters fit at a time
   const int64_t chunks = ceil_div<int64_t>(p.vocab, kChunk);
@@ -43,6 +43,11 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
   if (size > 8) {
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != cudaSuccess) return status;
+  }
+  if (shared > 0) {
+    const cudaError_t status = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (status != cudaSuccess) return status;
   }
   if (groups * size > INT32_MAX) return kBadArgument;
@@ -57,12 +62,16 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
 template <class T, bool kGeneral>
 int launch_finish(const VerifyTreeParams& p, const DeviceInfo& device, cudaStream_t stream) {
   const auto kernel = tree_finish_kernel<T, kGeneral>;
-  constexpr int kShared = sizeof(TreeFinishShared);
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  if (status != cudaSuccess) return status;
-  return launch_clusters(kernel, p, p.batch, kGeneral ? kWalkThreads : kFinishThreads, kShared,
+  const int64_t chunks = device.major >= 9 ? ceil_div<int64_t>(p.vocab, kChunk) : 0;
+  return launch_clusters(kernel, p, p.batch, kGeneral ? kWalkThreads : kFinishThreads,
+                         sizeof(TreeFinishShared) + (kGeneral ? 0 : chunks * sizeof(ChunkStats)),
                          device, stream);
+}
+
+template <class T, bool kArgmaxOnly>
+int launch_plain(const VerifyTreeParams& p, const DeviceInfo& device, cudaStream_t stream) {
+  return launch_clusters(tree_plain_kernel<T, kArgmaxOnly>, p, p.batch, kPlainThreads,
+                         plain_shared_bytes(p.width, p.vocab, device.major), device, stream);
 }
 
 }  // namespace
@@ -77,6 +86,7 @@ int verify_tree_cuda(const VerifyTreeParams& p, void* raw_stream) {
   if (const int status = current_device(&device); status != kOk) return status;
   const bool argmax_only = p.temperature == nullptr && p.chosen_logprob == nullptr;
   const bool dense = p.draft_logits != nullptr, match = p.rule == TreeRule::kMatch;
+  const bool may_draft = p.rule == TreeRule::kSiblings || p.rule == TreeRule::kTraversal;
   if (p.width > 1) {
     if (const int status = launch_rows(p, true, argmax_only, device, stream); status != kOk)
       return status;
@@ -86,9 +96,9 @@ int verify_tree_cuda(const VerifyTreeParams& p, void* raw_stream) {
   }
   return dispatch_dtype(p.target_dtype, [&](auto tag) {
     using T = decltype(tag);
-    if (argmax_only)
-      return launch_clusters(tree_greedy_kernel<T>, p, p.batch, kTreeGreedyThreads, 0, device,
-                             stream);
+    if (argmax_only) return launch_plain<T, true>(p, device, stream);
+    if (!p.has_filters() && !match && (p.temperature == nullptr || !may_draft))
+      return launch_plain<T, false>(p, device, stream);
     if (!p.has_filters() && !dense && !match) return launch_finish<T, false>(p, device, stream);
     if (p.width > 1 && (p.has_filters() || match)) {
       const int status = launch_clusters(tree_node_kernel<T>, p, p.batch * p.width, kWalkThreads, 0,
