@@ -26,6 +26,8 @@
 
 namespace domino {
 
+constexpr uint32_t kSettling = 1 << 17;  // cycles, about 66 us: no message takes as long
+
 // kSteps: MMAs that a part of the units takes; kRank: TeamRole; kTeam: blocks of a cluster.
 template <class T, int kSteps, int kRank, int kTeam>
 __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_constant__ TeamArgs p) {
@@ -43,6 +45,10 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
   const uint32_t epoch = p.control->epoch + 1;
   const ChainExchange exchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank),
                                epoch);
+  const auto gives_up = [&] {
+    return *reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
+           p.control->mute == blockIdx.x + 1;
+  };
   // Between the loads of a role's weights and its steps: whether the block runs.
   const auto begin = [&] {
     cluster_arrive_relaxed();
@@ -52,9 +58,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
       if (thread < p.teams) first = begin_row(p, p.restart, p.row0 + thread, blockIdx.x == 0);
       start[thread] = first;
     }
-    const bool leaves =
-        __syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
-                         p.control->mute == blockIdx.x + 1);
+    const bool leaves = __syncthreads_or(gives_up());
     cluster_wait();
     return !leaves;
   };
@@ -78,9 +82,15 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
       for (int row = 0; row < p.teams; ++row) from = min(from, start[row]);
     if (from < drafts) role.run(p, exchange, memory, start, unit0, max(from - 1, 0), epoch);
   }
+  const bool waited = !gives_up();
   cluster_arrive_relaxed();  // nobody sends to a block that has left
   cluster_wait();
   leave_chain(p.control);
+  // A block that stayed silent or gave up has not waited for what it was sent. That may still be on
+  // its way, and ends in a launch failure where it meets a block that has left.
+  if (!waited)
+    for (const uint32_t since = cycles(); cycles() - since < kSettling;) {
+    }
 }
 
 }  // namespace domino

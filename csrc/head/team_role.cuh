@@ -451,7 +451,7 @@ struct TeamRole {
       if (resident && slot_pools && j + 1 < drafts) load_rows(j + 1);
     }
     // in every member: the last keys are on their way to all, and must not meet a block that left
-    if (makes_state) report(drafts - 1, winner(drafts - 1));
+    if (warp == 0) report(drafts - 1, winner(drafts - 1));
   }
 
  private:
