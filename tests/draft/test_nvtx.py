@@ -51,11 +51,14 @@ def test_ranges(monkeypatch, tiny_config, device, short):
     assert {name for name in names if "cycle" in name} <= {
         "domino cycle B=2 K=3", "domino cycle B=1 K=3",
     }  # fmt: skip
-    assert names[-1] == "domino cycle B=1 K=3"
+    if device == "cpu":  # on a GPU the graph of two rows serves one until a capture would pay
+        assert names[-1] == "domino cycle B=1 K=3"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranges_of_trees(monkeypatch, tiny_config, device):
     tree = TreeOptions(nodes=9, width=2, children=3, pool=20, depth=2)
     names = names_of(monkeypatch, tiny_config, device, tree=tree)
-    assert names[-1] == "domino cycle B=1 K=2"
+    assert names[-1] in {
+        f"domino cycle B={rows} K=2" for rows in ((1,) if device == "cpu" else (1, 2))
+    }
