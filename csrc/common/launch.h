@@ -106,8 +106,8 @@ void launch_kernel(bool overlap, dim3 grid, int threads, cudaStream_t stream,
 }
 
 // Returns when the launches in front have ended and what they wrote is visible; from then on the
-// next one may start. So at most two launches are in flight, and one that has ended has seen all
-// before it end.
+// next one may start, if it was not let start before (allow_next_launch). Each waits before it
+// ends, so one that has ended has seen all before it end.
 __device__ __forceinline__ void previous_launch_done() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -158,9 +158,9 @@ __device__ __forceinline__ uint32_t cycles() {
   return now;
 }
 
-// Until poll() is true in every lane of the warp.
+// Until poll() is true in every lane of the warp; false: it gave up.
 template <class Poll>
-__device__ __forceinline__ void await(Poll poll, uint32_t* aborted) {
+__device__ __forceinline__ bool await(Poll poll, uint32_t* aborted) {
   uint32_t since = 0;
 #pragma unroll 1
   for (int spins = 0; !__all_sync(kFullMask, poll()); ++spins) {
@@ -168,8 +168,10 @@ __device__ __forceinline__ void await(Poll poll, uint32_t* aborted) {
     if (spins % 64 != 63) continue;
     const bool late = cycles() - since > kPatience;
     if (late) *reinterpret_cast<volatile uint32_t*>(aborted) = 1;
-    if (__any_sync(kFullMask, late || *reinterpret_cast<volatile uint32_t*>(aborted) != 0)) return;
+    if (__any_sync(kFullMask, late || *reinterpret_cast<volatile uint32_t*>(aborted) != 0))
+      return false;
   }
+  return true;
 }
 
 // By all threads of every block of a launch, as its last act.

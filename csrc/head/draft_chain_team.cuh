@@ -46,8 +46,9 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
   const ChainExchange exchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank),
                                epoch);
   const auto gives_up = [&] {
-    return *reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0 ||
-           p.control->mute == blockIdx.x + 1;
+    const volatile ChainControl* const control = p.control;
+    const uint32_t aborted = control->aborted, mute = control->mute;  // both on their way at once
+    return aborted != 0 || mute == blockIdx.x + 1;
   };
   // Between the loads of a role's weights and its steps: whether the block runs.
   const auto begin = [&] {
@@ -82,8 +83,8 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
       for (int row = 0; row < p.teams; ++row) from = min(from, start[row]);
     if (from < drafts) role.run(p, exchange, memory, start, unit0, max(from - 1, 0), epoch);
   }
-  const bool waited = !gives_up();
   cluster_arrive_relaxed();  // nobody sends to a block that has left
+  const bool waited = !gives_up();
   cluster_wait();
   leave_chain(p.control);
   // A block that stayed silent or gave up has not waited for what it was sent. That may still be on

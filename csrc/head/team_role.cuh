@@ -95,7 +95,7 @@ struct TeamRole {
     const int first_scored = max(start, scored_from), first_corrected = max(start, prefix);
     const uint32_t peer = shared_address_of(memory, lane % kTeam);  // kTeam lanes reach all
     const auto await_phase = [&](int barrier, int phase) {
-      await([&] { return phase_ended(own + barrier, phase & 1); }, aborted);
+      return await([&] { return phase_ended(own + barrier, phase & 1); }, aborted);
     };
     // above it an id may well win: unknown at first
     volatile float* const likely = &shared_likely;
@@ -245,8 +245,10 @@ struct TeamRole {
       float z = 0.0f;
       if (!kPlain && makes_low_rank && corrects && element < rank) z = p.from_hidden[low_at(j)];
       if (warp == kTeamWarps / 2 && scored) {  // what comes in this step
-        if (j > first_scored) await_phase(Memory::keys_barrier, j - 1 - first_scored);
-        if (lane == 0) {
+        // a barrier whose phase never ends may not be arrived at again
+        const bool ended =
+            j == first_scored || await_phase(Memory::keys_barrier, j - 1 - first_scored);
+        if (ended && lane == 0) {
           expect_bytes(own + Memory::keys_barrier, kTeam * p.key_words * 8);
           expect_bytes(own + Memory::states_barrier, units * 2);
           if (corrects) expect_bytes(own + Memory::low_rank_barrier, rank * 2);

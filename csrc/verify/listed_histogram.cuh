@@ -251,8 +251,10 @@ class ListedHistogram {
       }
       cluster_.sync_shared();
       if (row >= 0) {
-        rank_mass = *cluster_.map(&s_.rank_mass, row / share);
-        rank_logit = bin_logit(*cluster_.map(&s_.rank_bin, row / share));
+        // by shuffles, so that blocks which make nothing of them have them before the owner may
+        // leave
+        rank_mass = __shfl_sync(kFullMask, *cluster_.map(&s_.rank_mass, row / share), 0);
+        rank_logit = bin_logit(__shfl_sync(kFullMask, *cluster_.map(&s_.rank_bin, row / share), 0));
       }
     }
     if (!goes_on) return false;

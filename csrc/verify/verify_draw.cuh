@@ -9,7 +9,7 @@
 
 namespace domino {
 
-constexpr int kDrawWarps = 8;  // 122 registers a thread: beside a block of verify_cut_kernel
+constexpr int kDrawWarps = 8;  // 128 registers a thread: beside a block of verify_cut_kernel
 constexpr int kDrawThreads = kDrawWarps * kWarpSize;
 
 // Tokens of this logit up to an id. All threads of the cluster call it and get the same.

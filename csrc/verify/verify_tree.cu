@@ -46,8 +46,14 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
     if (status != cudaSuccess) return status;
   }
   if (shared > 0) {
-    const cudaError_t status = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    // what a block may have at most, not what this call takes: a thread with calls of another size
+    // sets it at the same time
+    cudaFuncAttributes of_kernel;
+    cudaError_t status = cudaFuncGetAttributes(&of_kernel, kernel);
+    if (status != cudaSuccess) return status;
+    status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             device.shared_memory - static_cast<int>(of_kernel.sharedSizeBytes));
     if (status != cudaSuccess) return status;
   }
   if (groups * size > INT32_MAX) return kBadArgument;
