@@ -93,6 +93,8 @@ def test_templates_fill(recipe):
 
 def test_overlapping_prompts_are_dropped(recipe, monkeypatch):
     class Words:
+        chat_template = "one that apply_chat_template stands for"
+
         def __init__(self):
             self.ids = {}
 
