@@ -105,6 +105,23 @@ __device__ __forceinline__ float race_mass(const Slot& verdict, const RowLaw& la
   return without ? fmaxf(mass - law.weight(slot.logit), 0.0f) : mass;
 }
 
+// By one warp. law: of weights, its sum is not looked at.
+__device__ __forceinline__ void write_verdict(const Slot& verdict, int32_t winner,
+                                              const RowStats& stats, const RowLaw& law,
+                                              const RowFilter& filter, const SlotAhead& slot,
+                                              SlotVerdict* out) {
+  if (threadIdx.x % kWarpSize != 0) return;
+  out->outcome = verdict.outcome;
+  out->status = verdict.status | (verdict.one_hot ? kTakenAsOneHot : 0u);
+  out->winner = winner;
+  out->filter = filter;
+  out->top = stats.top;
+  out->argmax = stats.argmax;
+  out->draft_sum = slot.draft_sum;
+  out->draft_top = slot.draft_top;
+  out->race_mass = race_mass(verdict, law, filter, slot, stats.sum);
+}
+
 // What verify_rows_kernel finds out about a chunk of a row (row_chunks.cuh).
 __device__ __forceinline__ void sum_chunk(const Group<bf16> (&groups)[kLaneGroups], int token,
                                           bool greedy, float scale, const ChainWorkspace& chunks,

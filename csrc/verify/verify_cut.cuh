@@ -117,17 +117,7 @@ __device__ __noinline__ void judge_slot(const ChainRequest& r, int i, const RowS
         (verdict.outcome == Outcome::kResidual && (q.one_hot || r.q != DraftLaw::kScalar)))
       winner = race_kept(r, i, verdict.outcome, q, law, filter, *kept);
   }
-  if (threadIdx.x % kWarpSize == 0) {
-    out->outcome = verdict.outcome;
-    out->status = verdict.status | (verdict.one_hot ? kTakenAsOneHot : 0u);
-    out->winner = winner;
-    out->filter = filter;
-    out->top = stats.top;
-    out->argmax = stats.argmax;
-    out->draft_sum = slot.draft_sum;
-    out->draft_top = slot.draft_top;
-    out->race_mass = race_mass(verdict, law, filter, slot, stats.sum);
-  }
+  write_verdict(verdict, winner, stats, law, filter, slot, out);
 }
 
 // Grid: a cluster of up to 8 blocks for each row of each request.

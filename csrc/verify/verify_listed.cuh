@@ -34,23 +34,6 @@ __device__ __noinline__ Slot judge_whole(const ChainRequest& r, int i, const Slo
   return verdict;
 }
 
-// By one warp. law: of weights, its sum is not looked at.
-__device__ __forceinline__ void write_verdict(const Slot& verdict, int32_t winner,
-                                              const RowStats& stats, const RowLaw& law,
-                                              const RowFilter& filter, const SlotAhead& slot,
-                                              SlotVerdict* out) {
-  if (threadIdx.x % kWarpSize != 0) return;
-  out->outcome = verdict.outcome;
-  out->status = verdict.status | (verdict.one_hot ? kTakenAsOneHot : 0u);
-  out->winner = winner;
-  out->filter = filter;
-  out->top = stats.top;
-  out->argmax = stats.argmax;
-  out->draft_sum = slot.draft_sum;
-  out->draft_top = slot.draft_top;
-  out->race_mass = race_mass(verdict, law, filter, slot, stats.sum);
-}
-
 // What one warp of a block tells the others of the request.
 struct SharedRequest {
   alignas(ChainRequest) unsigned char own[sizeof(ChainRequest)];
