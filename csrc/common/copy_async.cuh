@@ -1,4 +1,5 @@
-// cp.async (sm_80): 16, 8 or 4 bytes from global to shared memory, past the registers.
+// cp.async (sm_80): 16, 8 or 4 bytes from global to shared memory, past the registers; a line to
+// L2.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,10 @@ __device__ __forceinline__ void copy_async8(uint32_t shared, const void* global)
 
 __device__ __forceinline__ void copy_async4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
 __device__ __forceinline__ void copy_async_commit() {

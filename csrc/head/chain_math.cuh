@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/argmax_key.h"
+#include "common/copy_async.cuh"
 #include "common/launch.h"
 #include "common/mma.cuh"
 #include "head/draft_chain.h"
@@ -17,10 +18,6 @@ __device__ __forceinline__ unsigned long long warp_best(unsigned long long key) 
   const uint32_t best = __reduce_max_sync(kFullMask, high);
   const uint32_t low = high == best ? static_cast<uint32_t>(key) : 0;
   return static_cast<unsigned long long>(best) << 32 | __reduce_max_sync(kFullMask, low);
-}
-
-__device__ __forceinline__ void prefetch_l2(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
 // 16 bytes, or zeros.

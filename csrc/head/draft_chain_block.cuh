@@ -235,8 +235,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     const int bytes = kTable ? units * 6 : static_cast<int>(p.inputs) * 2;
     const char* from = static_cast<const char*>(kTable ? p.table : p.embedding) +
                        static_cast<int64_t>(key_id(key)) * bytes;
-    for (int at = lane * 128; at < bytes; at += kWarpSize * 128)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    for (int at = lane * 128; at < bytes; at += kWarpSize * 128) prefetch_l2(from + at);
   };
 
   // Threads that make u, element r of a row by thread 4 row + r behind these: not the gates' warps

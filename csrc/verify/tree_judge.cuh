@@ -2,6 +2,7 @@
 // and logits, q), which does not wait for the rows, then the verdict from the row's statistics.
 #pragma once
 
+#include "common/copy_async.cuh"
 #include "verify/tree_workspace.cuh"
 
 namespace domino {
@@ -66,8 +67,8 @@ __device__ __forceinline__ void ask_for_pools(const RowCluster& cluster, const T
 #pragma unroll 1
   for (int i = cluster.rank * blockDim.x + threadIdx.x; i < all; i += cluster.size * blockDim.x) {
     const int n = i / lines, m = (i - n * lines) * kStep;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(r.pool_ids(n) + m));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(r.pool_row(n).plus(m).data));
+    prefetch_l2(r.pool_ids(n) + m);
+    prefetch_l2(r.pool_row(n).plus(m).data);
   }
 }
 

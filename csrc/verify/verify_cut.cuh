@@ -5,6 +5,7 @@
 // row_chunks.cuh. Bytes: every row once; bound by HBM.
 #pragma once
 
+#include "common/copy_async.cuh"
 #include "verify/row_histogram.cuh"
 #include "verify/slot_ahead.cuh"
 
@@ -12,10 +13,6 @@ namespace domino {
 
 constexpr int kKeptTokens = 512;
 constexpr int kLine = 64;  // tokens of a cache line
-
-__device__ __forceinline__ void prefetch(const bf16* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
 
 struct KeptToken {
   int32_t id;
@@ -137,8 +134,8 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   if (p.cu_rows == nullptr) {  // while it is worked out what the request wants
     const int token = cluster.rank * share * kChunk + threadIdx.x * kLine;
     if (token < p.vocab)
-      prefetch(static_cast<const bf16*>(p.target_logits) + b * p.target_batch_stride +
-               i * p.target_row_stride + token);
+      prefetch_l2(static_cast<const bf16*>(p.target_logits) + b * p.target_batch_stride +
+                  i * p.target_row_stride + token);
   }
   const FilterParams wanted = read_filters(p, b);
   const ChainRequest r(p, b);

@@ -11,6 +11,7 @@
 // behind the last: a trip to the L2 and back, some hundred instructions.
 #pragma once
 
+#include "common/copy_async.cuh"
 #include "verify/chain_judge.cuh"
 
 namespace domino {
@@ -33,10 +34,6 @@ __device__ __forceinline__ ulonglong2 load_pair_if(bool exists, const unsigned l
       : "l"(words), "r"(static_cast<uint32_t>(exists))
       : "memory");
   return out;
-}
-
-__device__ __forceinline__ void prefetch(const void* pointer) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
 
 constexpr int kMostPolls = 1 << 24;  // of a word: ten seconds and more
@@ -187,7 +184,7 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
   const int end = min(begin + share, (source.vocab + kGroup - 1) / kGroup);
   // what lies in HBM of all that is needed behind the loads
   int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
-  if (lane == 0) prefetch(own_word);
+  if (lane == 0) prefetch_l2(own_word);
   const unsigned long long word = greatest_of(source, begin, end);
   if (lane == 0) store_word(own_word, word);
   if (!walks) return;

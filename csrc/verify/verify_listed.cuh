@@ -8,6 +8,7 @@
 
 #include <new>
 
+#include "common/copy_async.cuh"
 #include "verify/listed_tokens.cuh"
 #include "verify/slot_ahead.cuh"
 
@@ -75,8 +76,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   };
   const auto prefetch = [&](const RowSource<bf16>& from, int chunk) {  // a lane a line of 128 bytes
     const int token = chunk * kChunk + lane * 64;
-    if (lane < kChunk / 64 && chunk < last && token < vocab)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(from.data + token));
+    if (lane < kChunk / 64 && chunk < last && token < vocab) prefetch_l2(from.data + token);
   };
   const auto load_first = [&](const RowSource<bf16>& from) {
     if (first < last) load(from, ahead, first);
