@@ -239,16 +239,21 @@ struct TeamRole {
       if (j >= scored_from) p.keys[at] = key;
     };
 
+    bool arms = true;
 #pragma unroll 1
     for (int j = from; j < drafts; ++j) {
       const bool scored = j >= scored_from, corrects = j >= prefix;
       float z = 0.0f;
       if (!kPlain && makes_low_rank && corrects && element < rank) z = p.from_hidden[low_at(j)];
       if (warp == kTeamWarps / 2 && scored) {  // what comes in this step
-        // a barrier whose phase never ends may not be arrived at again
-        const bool ended =
-            j == first_scored || await_phase(Memory::keys_barrier, j - 1 - first_scored);
-        if (ended && lane == 0) {
+        // A barrier whose phase has not ended may not be arrived at again. Of a launch that gave up
+        // one phase may end by the bytes of later steps, and another never.
+        if (j > first_scored)
+          arms = arms && await_phase(Memory::keys_barrier, j - 1 - first_scored) &&
+                 await_phase(Memory::states_barrier, j - 1 - first_scored) &&
+                 (j <= first_corrected ||
+                  await_phase(Memory::low_rank_barrier, j - 1 - first_corrected));
+        if (arms && lane == 0) {
           expect_bytes(own + Memory::keys_barrier, kTeam * p.key_words * 8);
           expect_bytes(own + Memory::states_barrier, units * 2);
           if (corrects) expect_bytes(own + Memory::low_rank_barrier, rank * 2);
