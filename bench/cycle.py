@@ -25,9 +25,8 @@ import triton
 import triton.language as tl
 from domino_draft import DominoConfig, DominoDrafter, Engine, Target, cache_ops
 from domino_draft.cycle import Cycle
-from domino_draft.engine import _Request
 from domino_draft.policy import Choice
-from domino_draft.requests import Law, Sampling
+from domino_draft.requests import Law, Request, Sampling
 
 from bench import report, timing
 
@@ -149,7 +148,7 @@ def make_engine(target, drafter, batch, context, room, drafts=None, accept=1.0, 
     engine._fused.accept = accept
     # Rows as a prompt would leave them, without its forward: what is measured comes after it.
     engine._running = [
-        _Request(i, [1] * context, 1 << 30, Sampling(), i, frozenset()) for i in range(batch)
+        Request(i, [1] * context, 1 << 30, Sampling(), i, frozenset()) for i in range(batch)
     ]
     engine._keep(range(batch))
     engine.cache.all_lengths.fill_(context)

@@ -23,7 +23,7 @@ class Chat:
     each. Its caches grow with the conversation, by doubling. One answer at a time: asking for
     another ends it, and it is forgotten.
 
-    thinking: see `chat_text`.
+    thinking: see `chat_text`. law: filters, penalties and biases of `Engine.add`.
 
     Attributes:
         turns: {"role", "content"} so far; without a system turn the template adds its own, if any.
@@ -37,18 +37,15 @@ class Chat:
         *,
         max_new_tokens: int,
         system: str | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seed: int = 0,
         num_drafts: int | str | None = None,
         thinking: bool | None = None,
+        **law,
     ):
         self.target, self.drafter, self.system = target, drafter, system
         self.thinking = thinking
         self.max_new_tokens = max_new_tokens
-        self.law = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        self.law = law
         self.num_drafts, self._seed = num_drafts, seed
         self._engine: Engine | None = None
         self._request = -1

@@ -19,6 +19,19 @@ except ImportError as error:  # as console script or as module, without the extr
     sys.exit(f"domino-draft: {error}; run in the checkout: pip install '.[train]'")
 
 
+from .options import (
+    DRAFTER,
+    DRAFTERS,
+    DRAFTS,
+    FILTERS,
+    MACHINE,
+    NUM_DRAFTS,
+    SAMPLING,
+    TARGET,
+    THINKING,
+)
+
+
 class _Commands(click.Group):
     """Turns the errors that the package states into one line and exit code 1."""
 
@@ -33,78 +46,6 @@ class _Commands(click.Group):
             if gone or os.environ.get("DOMINO_DEBUG"):
                 raise
             raise click.ClickException(str(error)) from error
-
-
-def _options(*options):
-    def decorate(function):
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_TARGET = click.option(
-    "--target", default="smollm2", show_default=True, help="Model folder, or smollm2."
-)
-_MACHINE = _options(
-    click.option("--device", default=None, help="cpu, cuda, ...; a GPU if there is one."),
-    click.option(
-        "--dtype",
-        type=click.Choice(["float32", "bfloat16", "float16"]),
-        default=None,
-        help="float32 on the CPU, bfloat16 elsewhere.",
-    ),
-    click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads of Torch."),
-)
-_DRAFTER = click.option(
-    "--drafter", default="shipped", show_default=True, help="Folder, shipped, ngram, none."
-)
-_THINKING = click.option(
-    "--thinking/--no-thinking", default=None,
-    help="Told to chat templates that know of it (Qwen3); else their own choice.",
-)  # fmt: skip
-_DRAFTERS = click.option(
-    "--drafter", "drafters", multiple=True, metavar="[NAME=]FOLDER[@K|@auto|@treeN]",
-    help="Folder, shipped or ngram; its name in the report; its drafts a cycle, or for evaluate "
-    "trees of N nodes. Repeatable.",
-)  # fmt: skip
-_SAMPLING = _options(
-    click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
-    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True),
-    click.option("--seed", type=int, default=0, show_default=True),
-)
-_FILTERS = _options(
-    click.option("--top-k", type=click.IntRange(0), default=0, help="Of the likeliest; 0: all."),
-    click.option(
-        "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0,
-        help="Of the fewest with this share.",
-    ),
-    click.option(
-        "--min-p", type=click.FloatRange(0, 1), default=0.0,
-        help="Of those at least so likely, relative to the likeliest.",
-    ),
-)  # fmt: skip
-
-
-class _Drafts(click.ParamType):
-    name = "integer|auto"
-
-    def convert(self, value, param, ctx):
-        if value == "auto" or isinstance(value, int):
-            return value
-        if not value.isdecimal() or int(value) < 1:
-            self.fail(f"{value!r} is neither a number above 0 nor auto", param, ctx)
-        return int(value)
-
-
-_DRAFTS = click.option(
-    "--num-drafts", type=_Drafts(), default=None,
-    help="Proposals a cycle; auto: as many as pay, on a GPU.",
-)  # fmt: skip
-_NUM_DRAFTS = click.option(
-    "--num-drafts", type=click.IntRange(1), default=None, help="Proposals a cycle."
-)
 
 
 def _machine(device: str | None, dtype: str | None, threads: int | None) -> tuple[str, str]:
@@ -151,22 +92,22 @@ def _progress():
 @main.command()
 @click.argument("prompt", required=False)
 @click.option("--file", type=click.Path(exists=True, dir_okay=False), help="One prompt a line.")
-@_TARGET
-@_DRAFTER
+@TARGET
+@DRAFTER
 @click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
-@_THINKING
+@THINKING
 @click.option(
     "--batch-size", type=click.IntRange(1), default=8, show_default=True,
     help="Lines of --file at once.",
 )  # fmt: skip
-@_SAMPLING
-@_FILTERS
-@_DRAFTS
-@_MACHINE
+@SAMPLING
+@FILTERS
+@DRAFTS
+@MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def generate(
-    prompt, file, target, drafter, chat, thinking, batch_size, max_new_tokens, temperature, top_k,
-    top_p, min_p, seed, num_drafts, as_json, **machine,
+    prompt, file, target, drafter, chat, thinking, batch_size, max_new_tokens, seed, num_drafts,
+    as_json, device, dtype, threads, **law,
 ):  # fmt: skip
     """Answer PROMPT, the lines of --file, or the standard input; text is streamed.
 
@@ -179,7 +120,7 @@ def generate(
     from .loading import TextStream, load_drafter, load_target
     from .requests import seed_bits
 
-    model = load_target(target, *_machine(**machine))
+    model = load_target(target, *_machine(device, dtype, threads))
     tool = load_drafter(drafter, model)
     ids = [_encode(model.tokenizer, text, chat, thinking) for text in prompts]
     longest = max(map(len, ids)) + max_new_tokens
@@ -196,7 +137,6 @@ def generate(
         rows[i] |= {"finish": "error", "error": str(error)}
         click.echo(f"prompt {i}: {error}", err=True)
 
-    law = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for i, text in enumerate(ids):
         try:
             numbers[engine.add(text, max_new_tokens, seed=seed_bits(seed + i), **law)] = i
@@ -278,14 +218,14 @@ def _encode(tokenizer, text: str, chat: bool, thinking: bool | None) -> list[int
 
 
 @main.command()
-@_TARGET
-@_DRAFTER
+@TARGET
+@DRAFTER
 @click.option("--system", help="A system turn, in place of the template's own.")
-@_THINKING
-@_SAMPLING
-@_FILTERS
-@_DRAFTS
-@_MACHINE
+@THINKING
+@SAMPLING
+@FILTERS
+@DRAFTS
+@MACHINE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a turn instead of text.")
 def chat(target, drafter, system, as_json, device, dtype, threads, **settings):
     """Talk to the target; answers are streamed, with a line of figures after each.
@@ -350,19 +290,19 @@ def _user_turns(terminal: bool):
 
 @main.command()
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False))
-@_TARGET
-@_DRAFTERS
+@TARGET
+@DRAFTERS
 @click.option("--chat/--raw", default=True, show_default=True, help="Use the chat template.")
-@_THINKING
+@THINKING
 @click.option("--limit", type=click.IntRange(1), help="Only this many prompts.")
 @click.option(
     "--batch-size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,),
     show_default=True, help="Requests at once. Repeatable.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Median of.")
-@_SAMPLING
-@_NUM_DRAFTS
-@_MACHINE
+@SAMPLING
+@NUM_DRAFTS
+@MACHINE
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), callback=_writable,
     help="Write the report here.",
@@ -410,14 +350,14 @@ def bench(
     "--prompts", required=True, type=click.Path(exists=True, dir_okay=False),
     help="JSONL with set, id, text, ids (see models/smollm2-135m-domino/prompts.py).",
 )  # fmt: skip
-@_TARGET
-@_DRAFTERS
+@TARGET
+@DRAFTERS
 @click.option("--set", "sets", multiple=True, help="Only this set; may be given several times.")
 @click.option("--limit", type=click.IntRange(1), help="Prompts a set.")
 @click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@_NUM_DRAFTS
-@_MACHINE
+@NUM_DRAFTS
+@MACHINE
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), callback=_writable,
     help="Write the report here.",
@@ -527,7 +467,7 @@ def train(ctx: click.Context) -> None:
     "--output", required=True, type=click.Path(dir_okay=False), callback=_writable,
     help="An .npz file.",
 )  # fmt: skip
-@_TARGET
+@TARGET
 @click.option("--slots", type=click.IntRange(1), default=1024, show_default=True, help="Batch.")
 @click.option("--max-length", type=click.IntRange(2), default=512, show_default=True)
 @click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=320, show_default=True)
@@ -539,7 +479,7 @@ def train(ctx: click.Context) -> None:
     "--shard", type=(click.IntRange(0), click.IntRange(1)), default=(0, 1),
     help="Index and count of this process.",
 )  # fmt: skip
-@_MACHINE
+@MACHINE
 def regenerate(prompts, output, target, device, dtype, threads, **options):
     """Let the target answer training prompts (.npz); writes responses, prints counts as JSON."""
     from .smollm2 import prepare
@@ -554,8 +494,8 @@ def regenerate(prompts, output, target, device, dtype, threads, **options):
 @main.command()
 @click.option("--drafter", default="shipped", show_default=True, help="Folder, shipped or ngram.")
 @click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=160, show_default=True)
-@_NUM_DRAFTS
-@_MACHINE
+@NUM_DRAFTS
+@MACHINE
 def demo(drafter, max_new_tokens, num_drafts, device, dtype, threads):
     """Set up SmolLM2, decode prompts with its drafter and alone, and compare."""
     from .demo import run

@@ -23,7 +23,7 @@ from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
 from . import cache_ops, row_ops
 from .config import TAKEN_BACK
 from .fused import FusedDrafter, FusedTarget
-from .requests import Law, Sampling, law_of
+from .requests import SAMPLING, Law, Sampling, law_of, on_device
 from .vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .cache import RowCache
     from .config import DominoConfig
     from .drafter import DominoDrafter, DominoSession
+    from .edits import Edits
     from .policy import Choice
     from .target import Target
 
@@ -47,11 +48,6 @@ _POOL = 1024
 _TABLE_BYTES = 1 << 30  # an input table of the GRU up to this is worth its memory
 LATE_PLACES = 16  # cycles without drafts whose hidden states become the drafter's context together
 _SHORT = 4096  # tokens of prompts that are padded and captured together
-# What a request may set, and verify_chain reads on the device.
-SAMPLING = {
-    "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
-    "min_p": torch.float32,
-}  # fmt: skip
 _TIMED = TAKEN_BACK - 1  # replays that a new graph is timed by, after a first
 
 
@@ -70,12 +66,6 @@ def tells_chances(drafter: DominoDrafter) -> bool:
     units, rank = drafter.config.gru_hidden_dim, drafter.config.emb_dim
     fits = units % 16 == 0 and units <= 1024 and rank % 16 == 0 and rank <= 256
     return fits and drafter.dtype != torch.float32
-
-
-def on_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these values, whose copy to a GPU waits for nothing that is queued there."""
-    held = torch.tensor(values, dtype=dtype)
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
 
 
 def padded_rows(rows: int) -> int:
@@ -157,6 +147,7 @@ class Cycle:
         self.top_p = torch.ones_like(self.temperature)
         self.min_p = torch.zeros_like(self.temperature)
         self._filtered = False  # a request with filters has been there
+        self.edits: Edits | None = None  # the engine's, once a request has any
         self._zero = torch.zeros_like(self.temperature)
         self._graphs: dict[tuple[int, Choice, Law], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._late_turns = torch.zeros_like(self.anchors)
@@ -183,7 +174,7 @@ class Cycle:
         """Rows `first` and up start at these anchors; their prompts are in the caches."""
         rows = slice(first, first + len(anchors))
         self.anchors[rows] = anchors
-        self._filtered |= law_of(sampling) is Law.FILTERED
+        self._filtered |= law_of(sampling) >= Law.FILTERED
         for name in self._settings(self._filtered):
             values = [getattr(s, name) for s in sampling]
             getattr(self, name)[rows] = on_device(values, SAMPLING[name], self.device)
@@ -309,7 +300,7 @@ class Cycle:
         if choice.drafts:
             hidden = self._block(anchors, lengths, choice.drafts)
             base = self._draft_logits(hidden)
-            proposed, log_probs = self._chain(hidden, base, anchors, choice)
+            proposed, log_probs = self._chain(hidden, base, anchors, choice, law)
             if choice.partial:
                 starts = cache_ops.allot(log_probs, self.limits[:rows], rows * choice.tokens)
                 tokens = cache_ops.Rows(choice.drafts + 1, starts)
@@ -338,18 +329,22 @@ class Cycle:
         return base.view(*hidden.shape[:2], -1)
 
     def _chain(
-        self, hidden: Tensor, base: Tensor, anchors: Tensor, choice: Choice
+        self, hidden: Tensor, base: Tensor, anchors: Tensor, choice: Choice, law: Law = Law.GREEDY
     ) -> tuple[Tensor, Tensor | None]:
         """Drafts int64 [rows, drafts]: the head's chain, or without a head the base's winners.
         And the logarithms of their probabilities, where not all of them are to be verified."""
         config, head, rows, drafts = self.config, self.head, anchors.shape[0], choice.drafts
         valid, pool_size, named = None, _POOL, lambda ids: ids
+        bias = self.edits.logit_bias[:rows] if law is Law.EDITED else None
         if self.vocabulary is not None:
+            bias = None if bias is None else self.vocabulary.columns(bias)
             anchors, valid = self.vocabulary.place(anchors), self.vocabulary.size
             pool_size, named = min(_POOL, valid), self.vocabulary.tokens
         if head is None:
             first = 0 if config.shift_label else 1
             base = base[:, first : first + drafts, :valid]
+            if bias is not None:
+                base = base + bias[:, None, :valid]
             best = base.argmax(-1)
             if not choice.partial:
                 return named(best), None
@@ -371,6 +366,7 @@ class Cycle:
             exact=False,
             pool_size=pool_size,
             vocab_valid=valid,
+            bias=bias,
             out=DraftResult.empty(
                 head, rows, num_drafts=drafts, pool_size=pool_size, vocab_valid=valid,
                 sampled=choice.partial,
@@ -413,15 +409,20 @@ class Cycle:
             logits = logits.view(rows, -1, logits.shape[-1])
         if law is Law.GREEDY:
             return verify_chain(logits, proposed, **given)
-        return verify_chain(
+        if law is Law.EDITED:
+            given |= self.edits.arguments(slice(rows))
+        result = verify_chain(
             logits,
             proposed,
             rule="token",
             seed=self.seed[:rows],
             block_start=lengths,
-            **{n: values[:rows] for n, values in self._settings(law is Law.FILTERED).items()},
+            **{n: values[:rows] for n, values in self._settings(law >= Law.FILTERED).items()},
             **given,
         )
+        if law is Law.EDITED:
+            self.edits.count(result.tokens)
+        return result
 
     def _settings(self, filtered: bool) -> dict[str, Tensor]:
         names = SAMPLING if filtered else ("temperature",)
@@ -552,6 +553,7 @@ class Cycle:
     def _capture(self, rows: int, choice: Choice, law: Law):
         begun = time.perf_counter()
         state = (self.anchors, self.cache.all_lengths, self._late_turns)
+        state += (self.edits.output_counts,) if law is Law.EDITED else ()
         kept = [t.clone() for t in state]
 
         def restore():

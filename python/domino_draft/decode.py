@@ -77,6 +77,10 @@ def generate(
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
     min_p: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | str | None = None,
@@ -85,8 +89,8 @@ def generate(
     """Decode a batch of prompts, with a drafter or (None) with the target alone.
 
     prompts: token ids, or strings when the target has a tokenizer (no chat template is applied).
-    temperature, top_k, top_p, min_p (see `Engine.add`) and seed: one for all or one a row;
-    temperature 0 is greedy. An int seed gives row r seed + r;
+    temperature, the filters, penalties and biases (see `Engine.add`) and seed: one for all or one
+    a row; temperature 0 is greedy. An int seed gives row r seed + r;
     seeds count modulo 2**64, as in domino_kernels.rng. A row's output depends on its own prompt,
     seed and temperature only, up to the rounding of batched arithmetic. stop_token_ids None: the
     model's own; () never stops. num_drafts: tokens drafted a cycle, up to drafter.max_drafts,
@@ -108,6 +112,10 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
         seed=seed,
         stop_token_ids=stop_token_ids,
         num_drafts=num_drafts,
@@ -132,6 +140,10 @@ def stream(
     top_k: int | Sequence[int] = 0,
     top_p: float | Sequence[float] = 1.0,
     min_p: float | Sequence[float] = 0.0,
+    repetition_penalty: float | Sequence[float] = 1.0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | str | None = None,
@@ -154,7 +166,11 @@ def stream(
                 f"{op}: prompts[{i}]: got {len(ids[i])} tokens and max_new_tokens {count}, "
                 f"expected at most {target.max_length} positions in all"
             )
-    sampling = requests.samplings(op, len(ids), temperature, top_k, top_p, min_p)
+    sampling = requests.samplings(
+        op, target, len(ids), temperature, logit_bias, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )  # fmt: skip
     laws = [s.temperature for s in sampling]
     where = f"{op}: seed"
     if not requests.is_list(seed):
@@ -169,14 +185,15 @@ def stream(
     stats = stats if stats is not None else Stats()
     stats.accepted = [[] for _ in ids]
     options = None if tree is None else tree.settled(drafter, laws)
-    if options is not None and requests.law_of(sampling) is requests.Law.FILTERED:
-        raise ValueError(f"{op}: tree: got one with top_k, top_p or min_p, expected none of them")
+    if options is not None:
+        requests.no_edits(op, sampling)
     if options is not None and (options.lookup or target.device.type != "cuda" or why_not(target)):
         from .tree import TreeLoop
 
         stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
         bits = [requests.seed_bits(s) for s in seeds]
-        loop = TreeLoop(target, drafter, ids, count, laws, bits, frozenset(stops), options, stats)
+        stops = frozenset(stops)
+        loop = TreeLoop(target, drafter, ids, count, sampling, bits, stops, options, stats)
         return (RowChunk(*part) for part in loop.run())
     engine = Engine(
         target,
@@ -190,7 +207,7 @@ def stream(
         engine.add(
             prompt,
             count,
-            **asdict(chosen),
+            **asdict(chosen) | {"logit_bias": dict(chosen.logit_bias)},
             seed=requests.seed_bits(bits),
             stop_token_ids=stop_token_ids,
         )

@@ -81,8 +81,7 @@ class DominoDrafter(DFlashBackbone):
 
     Attributes:
         draft_ids: int64, ascending: the ids that it was trained to draft from, None: all. Decoding
-            drafts from no others (captured trees do); their rows of W2 are zeros. `save_pretrained`
-            does not keep it.
+            drafts from no others; their rows of W2 are zeros. `save_pretrained` does not keep it.
     """
 
     draft_ids: Tensor | None

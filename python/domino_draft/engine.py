@@ -14,7 +14,7 @@ without a copy; where one leaves, the last takes its place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,11 +25,12 @@ from domino_kernels import verify_chain
 
 from . import requests as checks
 from .cache import RowCache
-from .cycle import SAMPLING, Cycle, Pending, on_device, padded_rows, tells_chances
+from .cycle import Cycle, Pending, padded_rows, tells_chances
 from .drafter import Batch, DominoDrafter, Drafter
+from .edits import Edits
 from .fused import CannotFuse
 from .policy import Choice, DraftLength
-from .requests import Law, Sampling
+from .requests import SAMPLING, Law, Request, on_device
 from .tree_cycle import TreeCycle
 from .vocabulary import draft_ids
 
@@ -56,21 +57,6 @@ class Chunk:
     finish: str | None = None
     accepted: int | None = None
     error: Exception | None = None
-
-
-@dataclass(eq=False)
-class _Request:
-    id: int
-    prompt: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-    stops: frozenset[int]
-    emitted: int = 0
-    done: bool = False
-
-    def __post_init__(self):
-        self.tokens = list(self.prompt)  # and what has been emitted
 
 
 class Engine:
@@ -108,7 +94,7 @@ class Engine:
             head stays, so the output does. Fused layers only.
         verify_fewer: with "auto", batches of 8 and more may verify a half or a quarter of the
             drafts, those likeliest to be kept by the head's own probabilities.
-        draft_vocab: ids to draft from, None: all (see `vocabulary.py`). Fused layers, no tree.
+        draft_vocab: ids to draft from, None: all (see `vocabulary.py`). Fused layers only.
         fused: True, the fused layers or an error; False, the stock forward; None, the fused layers
             on a GPU, where the model allows it.
         tree: draft a tree a cycle in place of a chain (see `TreeOptions`; no lookup). Fused layers
@@ -167,11 +153,12 @@ class Engine:
         self.session = None
         if drafter is not None:
             self.session = drafter.begin(target, max_batch, room)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._added = 0
         self._joined = False  # the last step took requests in
-        self._queued: deque[tuple[Pending, Choice, list[_Request]]] = deque()
+        self._edits: Edits | None = None  # once a request has any
+        self._queued: deque[tuple[Pending, Choice, list[Request]]] = deque()
         if draft_vocab is not None:
             draft_vocab = draft_ids("Engine: draft_vocab", draft_vocab, target.vocab_size)
         self._fused, self.mode = self._make_cycle(drafter, fused, fp8_draft_head, draft_vocab)
@@ -191,8 +178,6 @@ class Engine:
                 raise ValueError(
                     f"Engine: {name}: got one, expected a drafter and the fused layers with it"
                 )
-        if vocab is not None and self.tree is not None:
-            raise ValueError("Engine: draft_vocab: got one and a tree, expected one of them")
         if self.tree is not None and not fused:
             raise ValueError("Engine: tree: got one, expected the fused layers with it")
         if fused is False or (fused is None and not on_gpu):
@@ -201,11 +186,11 @@ class Engine:
             if not isinstance(drafter, DominoDrafter | None):
                 raise CannotFuse(f"a {type(drafter).__name__} drafts on the host")
             state = self.target, self.session, self.cache, self.max_batch
+            own = None if drafter is None else drafter.draft_ids
+            part = own if vocab is None else vocab
             if self.tree is not None:
-                cycle = TreeCycle(*state, self.tree, fp8)
+                cycle = TreeCycle(*state, self.tree, fp8, part)
             else:
-                own = None if drafter is None else drafter.draft_ids
-                part = own if vocab is None else vocab
                 cycle = Cycle(*state, self.num_drafts, fp8, draft_vocab=part)
         except CannotFuse as reason:
             if fused or fp8 or vocab is not None:
@@ -221,10 +206,12 @@ class Engine:
         *,
         sampled: bool = False,
         filtered: bool = False,
+        edited: bool = False,
     ) -> None:
         """Capture the cycles of these batch sizes (default: all up to max_batch).
 
-        sampled: those of requests with a temperature too; filtered: and with filters.
+        sampled: those of requests with a temperature too; filtered: with filters; edited: with
+        penalties or biases.
         """
         if self._fused is not None:
             sizes = range(1, self.max_batch + 1) if batch_sizes is None else batch_sizes
@@ -232,6 +219,9 @@ class Engine:
                 laws = [Law.GREEDY]
                 laws += [Law.DRAWN] if sampled else []
                 laws += [Law.FILTERED] if filtered else []
+                laws += [Law.EDITED] if edited else []
+                if edited:
+                    self._make_edits()
                 sizes = {min(padded_rows(n), self._fused.rows) for n in sizes}
                 for rows in sorted(sizes, reverse=True):  # smaller ones find memory in the pool
                     self._fused.warmup([rows], self._choices(rows), laws)
@@ -253,6 +243,10 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop_token_ids: Iterable[int] | None = None,
     ) -> int:
@@ -261,7 +255,10 @@ class Engine:
         prompt: token ids, or a string when the target has a tokenizer (no chat template is
         applied). temperature 0 is greedy; else tokens follow the target's law, filtered as by
         Transformers: the top_k likeliest (0: all), of these the fewest with a share of top_p (1:
-        all), of these all of at least min_p times the greatest probability. No filters with trees.
+        all), of these all of at least min_p times the greatest probability.
+        Before the temperature, as in `verify_chain`: logit_bias, a number to add for each of some
+        tokens (-inf: never); repetition_penalty over prompt and output, presence_penalty and
+        frequency_penalty over the output. Not with trees.
         seed None: the request's id, so that no two share noise.
         stop_token_ids None: the model's own; () never stops.
 
@@ -277,9 +274,13 @@ class Engine:
                 f"add: prompt: got {len(ids)} tokens and max_new_tokens {max_new_tokens}, expected "
                 f"at most {self.max_length} positions in all"
             )
-        (sampling,) = checks.samplings("add", 1, temperature, top_k, top_p, min_p)
-        if self.tree is not None and sampling.law is Law.FILTERED:
-            raise ValueError(f"add: top_k, top_p, min_p: got {sampling}, expected none with trees")
+        (sampling,) = checks.samplings(
+            "add", self.target, 1, temperature, logit_bias, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+        )  # fmt: skip
+        if self.tree is not None:
+            checks.no_edits("add", [sampling])
         if sampling.temperature and self.tree is not None and self.tree.rule == "greedy":
             raise ValueError(
                 f"add: temperature: got {temperature}, expected 0 with trees of rule 'greedy'"
@@ -291,7 +292,7 @@ class Engine:
         if stop_token_ids is None:
             stop_token_ids = self.target.stop_token_ids
         stops = checks.integers("add: stop_token_ids", stop_token_ids)
-        request = _Request(self._added, ids, max_new_tokens, sampling, seed, frozenset(stops))
+        request = Request(self._added, ids, max_new_tokens, sampling, seed, frozenset(stops))
         self._added += 1
         self._waiting.append(request)
         return request.id
@@ -374,13 +375,13 @@ class Engine:
             return self._policy.choices(rows)
         return [Choice(self.num_drafts, self._block)]
 
-    def _take(self, request: _Request, line: list[int], cycle: bool) -> Chunk:
+    def _take(self, request: Request, line: list[int], cycle: bool) -> Chunk:
         chunk = self._chunk(request, line, cycle)
         request.tokens += chunk.tokens
         request.done = chunk.finish is not None
         return chunk
 
-    def _next_group(self) -> list[_Request]:
+    def _next_group(self) -> list[Request]:
         """The waiting requests that the next prefill takes: one at least, within its tokens."""
         group, longest = [], 0
         while self._waiting and len(self._running) + len(group) < self.max_batch:
@@ -390,7 +391,7 @@ class Engine:
             group.append(self._waiting.popleft())
         return group
 
-    def _admit(self, group: list[_Request]) -> list[Chunk]:
+    def _admit(self, group: list[Request]) -> list[Chunk]:
         first = len(self._running)
         self._running += group
         self.batch.tokens += [r.tokens for r in group]
@@ -422,7 +423,8 @@ class Engine:
         longest = max(lengths)
         size = longest if len(prompts) > 1 else self.prefill_tokens
         self.cache.focus(first, len(prompts))
-        self._set_law(self._running[first:])
+        self._set_edits(first)
+        self._set_law(first)
         if self._fused is not None and longest <= size:
             counts = on_device(lengths, torch.int64, device)
             logits = self._fused.prompts(prompts, first)[:, None]
@@ -452,6 +454,8 @@ class Engine:
         new = self._running[first:]
         drafts = torch.empty(len(new), 0, dtype=torch.int64, device=logits.device)
         result = self._verify(logits, drafts, self.cache.lengths - 1)
+        if self._edits is not None:
+            self._edits.count(result.tokens, first)
         line = _line(result)
         if self._fused is None:
             return line.tolist()
@@ -480,6 +484,8 @@ class Engine:
             if features is not None:
                 features = features[:, : max(counts)]
             self.session.commit(features, kept, counts)
+        if self._edits is not None:
+            self._edits.count(result.tokens)
         return lines
 
     def _verify(self, logits: Tensor, drafts: Tensor, block_start: Tensor):
@@ -493,17 +499,37 @@ class Engine:
             **self._drawn,
         )
 
-    def _set_law(self, requests: Sequence[_Request]) -> None:
-        """How these rows are to be verified."""
+    def _make_edits(self) -> None:
+        if self._edits is None:
+            self._edits = Edits(
+                len(self.cache.all_lengths), self.target.vocab_size, self.target.device
+            )
+            if self._fused is not None:
+                self._fused.edits = self._edits
+
+    def _set_edits(self, first: int) -> None:
+        """Penalties and biases of the rows from here on, which are new."""
+        requests = self._running[first:]
+        sampling = [r.sampling for r in requests]
+        if checks.law_of(sampling) is Law.EDITED:
+            self._make_edits()
+        if self._edits is not None:
+            self._edits.put(first, sampling, [r.prompt for r in requests])
+
+    def _set_law(self, first: int) -> None:
+        """How the rows from here on are to be verified."""
+        requests = self._running[first:]
         device, sampling = self.target.device, [r.sampling for r in requests]
         self.law = checks.law_of(sampling)
         if self.law is Law.GREEDY:
             return
         self._drawn = {"seed": on_device([r.seed for r in requests], torch.int64, device)}
         for name, dtype in SAMPLING.items():
-            if name == "temperature" or self.law is Law.FILTERED:
+            if name == "temperature" or self.law >= Law.FILTERED:
                 values = [getattr(s, name) for s in sampling]
                 self._drawn[name] = on_device(values, dtype, device)
+        if self.law is Law.EDITED:
+            self._drawn |= self._edits.arguments(slice(first, first + len(requests)))
 
     def _deliver(self, first: int, lines: list[list[int]], *, cycle: bool) -> list[Chunk]:
         """Chunks of rows `first` and up; the rows that are done leave."""
@@ -517,7 +543,7 @@ class Engine:
         return chunks
 
     @staticmethod
-    def _chunk(request: _Request, line: list[int], cycle: bool) -> Chunk:
+    def _chunk(request: Request, line: list[int], cycle: bool) -> Chunk:
         """A row's new tokens, cut at a stop token and at the request's limit."""
         accepted = line[0] + 1 if cycle else None
         left = request.max_new_tokens - request.emitted
@@ -551,12 +577,14 @@ class Engine:
                 self.cache.select(rows)
                 if self.session:
                     self.session.select(rows)
+            if self._edits is not None:
+                self._edits.select(rows)
             self._running = running  # not before the device has moved them: that may raise
         self.cache.focus(0, count)
         self.law = checks.law_of([r.sampling for r in self._running])
         anchors = self.batch.anchors  # which nothing reads where they live in the cycle's state
         if self._fused is None:
-            self._set_law(self._running)
+            self._set_law(0)
             last = [r.tokens[-1] for r in self._running]
             anchors = torch.tensor(last, dtype=torch.int64, device=self.target.device)
         self.batch = Batch(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .cycle import LATE_PLACES, table_bytes
 from .drafter import DominoDrafter
+from .edits import edits_bytes
 from .engine import PREFILL_TOKENS
 from .requests import num_drafts as check_num_drafts
 from .row_ops import workspace_bytes
@@ -26,7 +27,8 @@ class Memory:
     Weights and caches stay as long as the engine; drafter_cache counts of a sliding layer its ring
     (`DominoConfig.context_lengths`). logits (a cycle's, of target and drafter) and features (of the
     target's largest forward: layer outputs for the drafter, apart and joined) are the loop's own
-    large tensors of a step. fused is what the fused layers keep beside the model's weights, on a
+    large tensors of a step. edits: what penalties and biases need, from the first request on that
+    has any. fused is what the fused layers keep beside the model's weights, on a
     GPU. What the layers of a forward hold for a moment, and so the pool of captured graphs beyond
     the logits, comes on top and is not counted.
     """
@@ -38,6 +40,7 @@ class Memory:
     logits: int
     features: int
     fused: int
+    edits: int = 0
 
     @property
     def total(self) -> int:
@@ -61,11 +64,13 @@ def estimate_memory(
     draft_vocab: int | None = None,
     tree: TreeOptions | None = None,
     fused: bool | None = None,
+    edited: bool = False,
 ) -> Memory:
     """What an `Engine` with max_batch=batch and max_length=length comes to hold.
 
     draft_vocab: how many ids there are to draft from. fused: the engine runs the fused layers;
-    None: where the target is on a GPU. Other arguments as in `Engine`.
+    None: where the target is on a GPU. edited: some requests have penalties or a bias. Other
+    arguments as in `Engine`.
 
     Raises:
         ValueError: a setting out of range, a cheaper draft head without a Domino drafter.
@@ -82,7 +87,7 @@ def estimate_memory(
         raise ValueError(
             f"{where}: draft_vocab: got {draft_vocab}, expected 1..{target.vocab_size}"
         )
-    if draft_vocab is None and tree is None and domino and drafter.draft_ids is not None:
+    if draft_vocab is None and domino and drafter.draft_ids is not None:
         draft_vocab = len(drafter.draft_ids)
     if tree is not None:
         if num_drafts is not None:
@@ -134,6 +139,7 @@ def estimate_memory(
         logits=batch * logit_rows * target.vocab_size * size,
         features=features,
         fused=beside if fused else 0,
+        edits=edits_bytes(batch, target.vocab_size) if edited else 0,
     )
 
 

@@ -21,6 +21,7 @@ from domino_kernels import TreePlan, build_tree, compact_accepted, kv_move, veri
 from .cache import RowCache
 from .drafter import Batch, DominoDrafter
 from .ngram import NgramSession
+from .requests import SAMPLING, Law, Sampling, law_of, on_device
 
 RULES = "greedy", "match", "target_only", "rrsw", "traversal"
 DRAWN = "rrsw", "traversal"
@@ -151,14 +152,18 @@ class TreeLoop:
     """A batch of prompts from prefill to the last row's end."""
 
     def __init__(
-        self, target, drafter, prompts, max_new_tokens, temperatures, seeds, stops, options, stats
-    ):
+        self, target, drafter, prompts, max_new_tokens, sampling: Sequence[Sampling], seeds, stops,
+        options, stats,
+    ):  # fmt: skip
         self.target, self.drafter, self.options, self.stats = target, drafter, options, stats
         self.limit, self.stops = max_new_tokens, stops
         self.rows = list(range(len(prompts)))  # prompt index of every row still in the batch
         self.emitted = [0] * len(prompts)  # by row in the batch, as are all lists below
         device = target.device
-        self.temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        names = SAMPLING if law_of(sampling) is Law.FILTERED else ("temperature",)
+        self.sampling = {
+            n: on_device([getattr(s, n) for s in sampling], SAMPLING[n], device) for n in names
+        }
         self.seed = torch.tensor(seeds, dtype=torch.int64, device=device)
         room = max(map(len, prompts)) + max_new_tokens + options.nodes + 1
         self.cache = RowCache(len(prompts), room, device)
@@ -225,8 +230,9 @@ class TreeLoop:
         sampled = {}
         if options.drawn:
             sampled = dict(
-                temperature=self.temperature, seed=self.seed, block_start=self.cache.lengths
-            )
+                temperature=self.sampling["temperature"], seed=self.seed,
+                block_start=self.cache.lengths,
+            )  # fmt: skip
         draft = plan(base, hidden, anchors, pool=pool, **sampled)
         candidates = draft.tokens, draft.parents, draft.log_probs
         if self.lookup is not None:
@@ -276,9 +282,9 @@ class TreeLoop:
                 tokens,
                 parents,
                 rule=rule,
-                temperature=self.temperature,
                 seed=self.seed,
                 block_start=block_start,
+                **self.sampling,
                 **q,
             )
         self.batch.anchors = result.tokens.gather(1, result.num_accepted[:, None].long())[:, 0]
@@ -324,7 +330,8 @@ class TreeLoop:
             return
         self.emitted = [self.emitted[b] for b in alive]
         index = torch.tensor(alive, device=self.cache.lengths.device)
-        self.temperature, self.seed = self.temperature[index], self.seed[index]
+        self.seed = self.seed[index]
+        self.sampling = {name: values[index] for name, values in self.sampling.items()}
         self.batch.tokens = [self.batch.tokens[b] for b in alive]
         self.batch.anchors = self.batch.anchors[index]
         self.batch.requests = self.rows

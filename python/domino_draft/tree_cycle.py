@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 class TreeCycle(Cycle):
     """A cycle that drafts trees of `options`, whose depth is decided and which has no lookup."""
 
-    def __init__(self, target, session, cache, rows, options: TreeOptions, fp8_draft_head=False):
+    def __init__(
+        self, target, session, cache, rows, options: TreeOptions, fp8_draft_head=False,
+        draft_vocab: Tensor | None = None,
+    ):  # fmt: skip
         super().__init__(
-            target, session, cache, rows, options.depth, fp8_draft_head, block=options.nodes
-        )
+            target, session, cache, rows, options.depth, fp8_draft_head, block=options.nodes,
+            draft_vocab=draft_vocab,
+        )  # fmt: skip
         self.options = options
         self._plans: dict[int, TreePlan] = {}
 
@@ -52,21 +56,25 @@ class TreeCycle(Cycle):
 
     def _tree(self, anchors: Tensor, lengths: Tensor):
         """The tree, and what its rule needs of the law that it was drawn from."""
-        options, rows = self.options, anchors.shape[0]
+        options, rows, root, part = self.options, anchors.shape[0], anchors, self.vocabulary
         hidden = self._block(anchors, lengths, self.num_drafts)
         base = self._draft_logits(hidden)
         if base.dtype != self.head.w2.dtype:
             base = base.float()
+        size = base.shape[-1]
+        if part is not None:
+            root, size = part.place(anchors), part.size
+            base[..., size:] = -torch.inf  # places of anchors are no children
         pool = None
-        if options.pool is not None and options.pool < base.shape[-1]:
-            pool = shortlist(base, options.pool)
+        if options.pool is not None and (options.pool < size or part is not None):
+            pool = shortlist(base, min(options.pool, size))
         if rows not in self._plans:  # before a capture, by the run that precedes it
             self._plans[rows] = TreePlan(
                 rows,
                 self.head,
                 widths=options.widths(options.depth),
                 children=options.children,
-                pool_size=None if pool is None else options.pool,
+                pool_size=None if pool is None else pool.shape[1],
                 return_scores=options.drawn,
                 shift_label=self.config.shift_label,
                 pure_draft_prefix_len=self.config.pure_draft_prefix_len,
@@ -76,10 +84,10 @@ class TreeCycle(Cycle):
             noise = dict(
                 temperature=self.temperature[:rows], seed=self.seed[:rows], block_start=lengths
             )
-        draft = self._plans[rows](base, hidden, anchors, pool=pool, **noise)
+        draft = self._plans[rows](base, hidden, root, pool=pool, **noise)
         tree = build_tree(
             anchors,
-            draft.tokens,
+            draft.tokens if part is None else part.tokens(draft.tokens),
             draft.parents,
             prefix=lengths,
             num_nodes=options.nodes,
@@ -92,6 +100,8 @@ class TreeCycle(Cycle):
         ids = pool
         if ids is None:
             ids = torch.arange(shape[-1], device=self.device, dtype=torch.int32)[None]
+        elif part is not None:
+            ids = part.tokens(pool).int()
         return tree, {"draft_pool": (ids[:, None].expand(shape), draft.scores)}
 
     def _verify_tree(self, logits: Tensor, tree, lengths: Tensor, law: Law, drawn: dict):
@@ -104,8 +114,8 @@ class TreeCycle(Cycle):
             tree.tokens,
             tree.parents,
             rule=rule,
-            temperature=self.temperature[rows],
             seed=self.seed[rows],
             block_start=lengths,
+            **{n: values[rows] for n, values in self._settings(law is Law.FILTERED).items()},
             **drawn,
         )

@@ -79,6 +79,10 @@ class DraftVocabulary:
             self.weights.table[self.size : last] = gates.transpose(1, 2)
         return torch.arange(self.size, last, device=anchors.device)
 
+    def columns(self, values: Tensor) -> Tensor:
+        """Of values [B, V], those of this vocabulary's places."""
+        return self._kept(values.t(), len(self.lm_head)).t().contiguous()
+
     def tokens(self, ids: Tensor) -> Tensor:
-        """The target's ids of ids in this vocabulary."""
-        return self.ids[ids]
+        """The target's ids of ids in this vocabulary; -1 stays -1."""
+        return torch.where(ids < 0, -1, self.ids[ids])

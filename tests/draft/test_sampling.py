@@ -52,20 +52,12 @@ def test_neighbours_change_nothing(tiny_config, device, fused):
         assert texts_of(alone, 1) == [together[i]]
 
 
-@pytest.mark.parametrize("law", FILTERS[2:], ids=lambda law: "-".join(law))
-@pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_tokens_follow_the_filtered_law(tiny_config, device, fused, law):
-    """Of the second token, given the first: one-hot drafts judged by the law that Transformers'
-    warpers leave."""
-    target, drafter = make(tiny_config, device)
-    engine = Engine(target, drafter, max_batch=64, max_length=40, fused=fused)
-    for seed in range(2000):
-        engine.add([5, 6], 2, seed=seed, stop_token_ids=(), **law)
-    found = torch.tensor(texts_of(engine, 2000))
+def assert_filtered(target, found, law):
+    """The second tokens of texts [n, 2] of prompt [5, 6], given the first: by the law that
+    Transformers' warpers leave."""
     first = found[:, 0].mode().values
     found = found[found[:, 0] == first, 1]
-
+    device = target.device
     ids = torch.tensor([[5, 6, first]], device=device)
     logits = target.model(ids).logits[:, -1].double() / law["temperature"]
     for name, warper in (
@@ -78,6 +70,47 @@ def test_tokens_follow_the_filtered_law(tiny_config, device, fused, law):
     assert not counts[wanted == 0].any() and (wanted > 0).sum() < 61
     assert (wanted * len(found) > 8).sum() > 1  # cells that the test does not pool
     assert g_test(counts.double(), wanted, torch.arange(61)) > ALARM
+
+
+@pytest.mark.parametrize("law", FILTERS[2:], ids=lambda law: "-".join(law))
+@pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_tokens_follow_the_filtered_law(tiny_config, device, fused, law):
+    """Of the second token, given the first: one-hot drafts judged by the law that Transformers'
+    warpers leave."""
+    target, drafter = make(tiny_config, device)
+    engine = Engine(target, drafter, max_batch=64, max_length=40, fused=fused)
+    for seed in range(2000):
+        engine.add([5, 6], 2, seed=seed, stop_token_ids=(), **law)
+    assert_filtered(target, torch.tensor(texts_of(engine, 2000)), law)
+
+
+@pytest.mark.parametrize("rule", ["match", "target_only", "rrsw", "traversal"])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_trees_follow_the_filtered_law(tiny_config, device, rule):
+    target, drafter = make(tiny_config, device)
+    tree = TreeOptions(nodes=9, width=2, children=3, pool=20, rule=rule)
+    engine = Engine(target, drafter, max_batch=64, max_length=40, tree=tree, fused=True)
+    for seed in range(2000):
+        engine.add([5, 6], 2, seed=seed, stop_token_ids=(), **FILTERS[-1])
+    assert_filtered(target, torch.tensor(texts_of(engine, 2000)), FILTERS[-1])
+
+
+@pytest.mark.parametrize("rule", ["match", "target_only", "rrsw", "traversal"])
+def test_trees_filter_each_row(tiny_config, rule):
+    """By the stock forward and in fused layers alike; top_k = 1 is greedy."""
+    target, drafter = make(tiny_config)
+    tree = TreeOptions(nodes=9, width=2, children=3, pool=20, rule=rule)
+    rows = dict(temperature=[0.9, 2.0, 1.3], top_k=[0, 1, 3], min_p=[0.3, 0, 0])
+    prompts = [[5, 6], [5, 7], [5, 8]]
+    lengths = dict(max_new_tokens=20, stop_token_ids=())
+    found = generate(target, drafter, prompts, seed=3, tree=tree, **rows, **lengths).sequences
+    engine = Engine(target, drafter, max_batch=3, max_length=40, tree=tree, fused=True)
+    for i, prompt in enumerate(prompts):
+        own = {name: values[i] for name, values in rows.items()}
+        engine.add(prompt, 20, seed=3 + i, stop_token_ids=(), **own)
+    assert texts_of(engine, 3) == found
+    assert [found[1]] == generate(target, None, [prompts[1]], **lengths).sequences
 
 
 def test_what_a_batch_has_to_look_at(tiny_config):
@@ -109,7 +142,7 @@ def test_generate_takes_one_a_row(tiny_config):
 
 
 def test_bad_filters(tiny_config):
-    target, drafter = make(tiny_config)
+    target, _ = make(tiny_config)
     engine = Engine(target, None, max_batch=1, max_length=40)
     for law, error, message in (
         ({"top_k": -1}, ValueError, "add: top_k: got -1, expected 0"),
@@ -121,14 +154,6 @@ def test_bad_filters(tiny_config):
         with pytest.raises(error, match=message):
             engine.add([5], 4, **law)
     assert engine.num_waiting == 0
-    tree = TreeOptions(nodes=9, width=2, children=3, pool=20, rule="match")
-    engine = Engine(target, drafter, max_batch=1, max_length=40, tree=tree)
-    with pytest.raises(
-        ValueError, match=r"add: top_k, top_p, min_p: got .*expected none with trees"
-    ):
-        engine.add([5], 4, temperature=1.0, top_k=3)
-    with pytest.raises(ValueError, match="generate: tree: got one with top_k"):
-        generate(target, drafter, [[5]], max_new_tokens=4, temperature=1.0, top_p=0.5, tree=tree)
     with pytest.raises(ValueError, match="generate: top_p: got 3 values, expected 1"):
         generate(target, None, [[5]], max_new_tokens=4, top_p=[1, 1, 1])
 

@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
-from domino_draft import DominoDrafter, Engine, Target, estimate_memory, generate
+from domino_draft import DominoDrafter, Engine, Target, TreeOptions, estimate_memory, generate
 from domino_draft.card import read_card, render
 from rich.console import Console
 from safetensors.torch import save_file
 
+from domino_kernels import verify_tree
+
 from .conftest import tiny_model
+from .test_sampling import FILTERS, assert_filtered, texts_of
 
 V = 61
 KNOWN = torch.tensor([3, 4, 7, 11, 12, 19, 20, 25, 31, 33, 40, 41, 47, 52, 58, 59])
@@ -111,6 +114,54 @@ def test_texts_are_the_targets_own(tiny_config, target, tmp_path, kind, monkeypa
         found = estimate_memory(target, drafter, 3, 40, fused=fused)
         assert (found.fused > whole.fused) == fused  # rows of the LM head of its own
     assert len(set.union(*drafted)) > 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["domino", "plain"])
+@pytest.mark.parametrize(
+    ("rule", "pool"), [(None, 6), (None, 40), (None, None), ("rrsw", 6), ("traversal", 40)]
+)
+def test_trees_draft_from_the_ids_it_knows(
+    tiny_config, tmp_path, device, kind, rule, pool, monkeypatch
+):
+    """Cycles of trees in fused layers."""
+    target = Target(tiny_model("Llama").to(device))
+    write(tmp_path, make(tiny_config, kind), MAPS)
+    drafter = DominoDrafter.from_pretrained(tmp_path, device=device)
+    tree = TreeOptions(rule=rule, nodes=9, width=2, children=3, pool=pool)
+    prompts = [[5, 6, 7], [60, 2], [8] * 9]
+    hot = {} if rule is None else {"temperature": 0.9}
+    engine = Engine(target, drafter, max_batch=3, max_length=40, tree=tree, fused=True)
+    seen = []
+
+    def watched(logits, tokens, *args, **options):
+        seen.append(tokens[:, 1:])
+        return verify_tree(logits, tokens, *args, **options)
+
+    monkeypatch.setattr("domino_draft.tree_cycle.verify_tree", watched)
+    for i, prompt in enumerate(prompts):
+        engine.add(prompt, 16, seed=i, stop_token_ids=(), **hot)
+    texts = [[] for _ in prompts]
+    for chunk in engine:
+        texts[chunk.request] += chunk.tokens
+    drafted = set(torch.cat([t.flatten() for t in seen]).tolist()) - {-1}
+    assert len(drafted) > 3 and drafted <= set(KNOWN.tolist())
+    if rule is None:
+        assert texts == generate(target, None, prompts, max_new_tokens=16).sequences
+    found = estimate_memory(target, drafter, 3, 40, tree=tree, fused=True)
+    whole = estimate_memory(target, make(tiny_config, kind), 3, 40, tree=tree, fused=True)
+    assert found.fused > whole.fused
+
+
+@pytest.mark.parametrize("rule", ["rrsw", "traversal"])
+def test_drawn_trees_of_a_part_keep_the_law(tiny_config, target, tmp_path, rule):
+    write(tmp_path, make(tiny_config, "domino"), MAPS)
+    drafter = DominoDrafter.from_pretrained(tmp_path)
+    tree = TreeOptions(rule=rule, nodes=9, width=2, children=3, pool=12)
+    engine = Engine(target, drafter, max_batch=64, max_length=40, tree=tree, fused=True)
+    for seed in range(2000):
+        engine.add([5, 6], 2, seed=seed, stop_token_ids=(), **FILTERS[-1])
+    assert_filtered(target, torch.tensor(texts_of(engine, 2000)), FILTERS[-1])
 
 
 def test_the_card_says_so(tiny_config, tmp_path):
