@@ -43,8 +43,44 @@ def verify_chain(device):
     return call, (torch.randn(2, 4, 11), drafts, torch.ones(2), torch.tensor([5, 6]))
 
 
+def verify_tree(device):
+    def call(logits, tokens, parents, temperature, number):
+        greedy = domino_kernels.verify_tree(logits, tokens, parents).tokens
+        sampling = dict(temperature=temperature, seed=number, block_start=number)
+        drawn = domino_kernels.verify_tree(
+            logits, tokens, parents, rule="target_only", top_p=temperature, **sampling
+        )
+        return torch.cat([greedy, drawn.tokens])
+
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32)
+    tokens = torch.randint(11, (2, 4))
+    return call, (torch.randn(2, 4, 11), tokens, parents, torch.ones(2), torch.tensor([5, 6]))
+
+
+def draft_tree(device):
+    head = weights(device)
+
+    def call(base, hidden, anchor):
+        pool = domino_kernels.shortlist(base, 7)
+        shape = dict(widths=(1, 2), children=2)
+        tree = domino_kernels.draft_tree(base, hidden, anchor, head, pool=pool, **shape)
+        built = domino_kernels.build_tree(
+            anchor, tree.tokens, tree.parents, prefix=anchor, num_nodes=4, scores=tree.log_probs
+        )
+        return built.tokens
+
+    return call, (torch.randn(2, 4, 11), torch.randn(2, 4, 8), torch.tensor([1, 2]))
+
+
+def row_stats(device):
+    return lambda logits: domino_kernels.row_stats(logits)[0], (torch.randn(3, 11),)
+
+
+CASES = [gru_step, draft_chain, verify_chain, verify_tree, draft_tree, row_stats]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", [gru_step, draft_chain, verify_chain])
+@pytest.mark.parametrize("case", CASES)
 def test_compiles_without_a_break(case, backend, device):
     torch.manual_seed(7)
     call, inputs = case(device)

@@ -68,6 +68,19 @@ def _strides(tensor, ragged):
     return (0, tensor.stride(0)) if ragged else tensor.stride()[:2]
 
 
+def _workspace(given, out_tokens, vocab, **sizes):
+    """The caller's, or one of this call: here, where sizes are numbers also under torch.compile."""
+    (batch, width), device = out_tokens.shape, out_tokens.device
+    if given is None:
+        return verify_tree_workspace(batch, width, vocab, **sizes, device=device)
+    if device.type == "cuda":
+        size = given.numel()
+        needed = _C.verify_tree_workspace(batch=batch, width=width, vocab=vocab, **sizes) // 8
+        if size < needed:
+            raise ValueError(f"verify_tree: workspace: got {size} words, expected {needed} or more")
+    return given
+
+
 def _launch_verify_tree(
     target_logits,
     tokens,
@@ -94,6 +107,14 @@ def _launch_verify_tree(
     workspace,
 ):
     ragged = cu_nodes is not None
+    workspace = _workspace(
+        workspace,
+        out_tokens,
+        target_logits.size(-1),
+        pool=0 if pool_ids is None else pool_ids.size(-1),
+        dense=draft_logits is not None,
+        filtered=not (top_k is top_p is min_p is None),
+    )
     draft = draft_logits if pool_logits is None else pool_logits
     target_batch_stride, target_node_stride = _strides(target_logits, ragged)
     ids_batch_stride, ids_node_stride = _strides(pool_ids, ragged)
@@ -151,7 +172,7 @@ _verify_tree = define(
     "Tensor? pool_logits, Tensor? draft_logits, Tensor? draft_temperature, Tensor? top_k, "
     "Tensor? top_p, Tensor? min_p, int filter_order, Tensor? cu_nodes, "
     "Tensor(a!) out_tokens, Tensor(b!) path, Tensor(c!) num_accepted, Tensor(d!) num_emitted, "
-    "Tensor(e!)? chosen_logprob, Tensor(f!) status, Tensor(g!) workspace) -> ()",
+    "Tensor(e!)? chosen_logprob, Tensor(f!) status, Tensor(g!)? workspace) -> ()",
     _launch_verify_tree,
 )
 
@@ -340,7 +361,6 @@ def verify_tree(
         checks.tensor(op, "block_start", block_start, (batch,), torch.int64, device)
     filters = top_k, top_p, min_p
     check_filters(op, batch, device, filters, filter_order)
-    filtered = any(value is not None for value in filters)
     drafted = rule in _DRAFTED
     pool_ids = pool_logits = None
     if drafted:
@@ -384,19 +404,8 @@ def verify_tree(
         out = _empty_result(batch, width, device, logprobs)
     else:
         _check_result(op, out, batch, width, device, logprobs)
-    sizes = dict(
-        pool=0 if pool_ids is None else pool_ids.size(-1),
-        dense=draft_logits is not None,
-        filtered=filtered,
-    )
-    if workspace is None:
-        workspace = verify_tree_workspace(batch, width, vocab, **sizes, device=device)
-    elif device.type == "cuda":
-        needed = _C.verify_tree_workspace(batch=batch, width=width, vocab=vocab, **sizes) // 8
-        size = workspace.numel()
-        if size < needed:
-            raise ValueError(f"{op}: workspace: got {size} words, expected {needed} or more")
-        checks.tensor(op, "workspace", workspace, (size,), torch.int64, device)
+    if workspace is not None and device.type == "cuda":
+        checks.tensor(op, "workspace", workspace, (workspace.numel(),), torch.int64, device)
     _verify_tree(
         target_logits,
         tokens,
