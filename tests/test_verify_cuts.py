@@ -80,15 +80,17 @@ def arguments_of(kind, batch, drafts, vocab, form, generator):
     return arguments
 
 
-@pytest.mark.parametrize("form", ["none", "pool", "scalar"])
+@pytest.mark.parametrize(
+    "rule, form", [("token", "none"), ("token", "pool"), ("token", "scalar"), ("block", "pool")]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuts_by_value(kind, form):
+def test_cuts_by_value(kind, rule, form):
     generator = torch.Generator().manual_seed(20261130)
     for shape in [(120, 3, 9), (60, 7, 1000), (30, 1, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
         for order in FILTER_ORDERS:
             for logprobs in (False, True):
                 arguments = arguments_of(kind, *shape, form, generator)
-                arguments |= {"filter_order": order, "logprobs": logprobs}
+                arguments |= {"filter_order": order, "logprobs": logprobs, "rule": rule}
                 kernel = verify_chain(**to(arguments, "cuda"))
                 try:
                     assert_same(kernel, verify_chain(**arguments))
@@ -96,7 +98,32 @@ def test_cuts_by_value(kind, form):
                     raise AssertionError(f"{shape}, {order}, logprobs {logprobs}") from error
 
 
-def test_cuts_of_real_vocabularies():
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["match", "gumbel"])
+def test_draws_of_every_row(rule, kind):
+    """The drafts are what the rows' races draw, up to a slot of each request's own."""
+    generator = torch.Generator().manual_seed(20261202)
+    for shape in [(60, 3, 9), (20, 7, 1000), (6, 5, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
+        for order in FILTER_ORDERS:
+            form = "pool" if rule == "gumbel" else "none"
+            arguments = arguments_of(kind, *shape, form, generator)
+            arguments |= {"filter_order": order, "rule": rule}
+            drafts = arguments["draft_tokens"]
+            stops = torch.randint(shape[1] + 1, (shape[0],), generator=generator)
+            for i in range(shape[1]):
+                drawn = verify_chain(**arguments).tokens[:, i]
+                drafts[:, i] = drawn.where((i < stops) & (drawn >= 0), drafts[:, i])
+            for logprobs in (False, True):
+                arguments["logprobs"] = logprobs
+                kernel = verify_chain(**to(arguments, "cuda"))
+                try:
+                    assert_same(kernel, verify_chain(**arguments))
+                except AssertionError as error:
+                    raise AssertionError(f"{shape}, {order}, logprobs {logprobs}") from error
+
+
+@pytest.mark.parametrize("rule", ["token", "match", "block"])
+def test_cuts_of_real_vocabularies(rule):
     """Clusters of 8, 4, 2 and 1 blocks a row; a request's rows are read from rows out of line."""
     generator = torch.Generator().manual_seed(20261131)
     for batch, drafts, vocab in [
@@ -106,12 +133,14 @@ def test_cuts_of_real_vocabularies():
         (9, 15, 8000),
     ]:
         for kind in ("normal", "peaked"):
-            arguments = arguments_of(kind, batch, drafts, vocab, "none", generator)
+            form = "pool" if rule == "block" else "none"
+            arguments = arguments_of(kind, batch, drafts, vocab, form, generator)
             arguments["temperature"] = torch.full((batch,), 0.7)
             arguments["top_p"] = torch.full((batch,), 0.95)
             arguments["min_p"] = None
             arguments["top_k"] = torch.where(torch.arange(batch) % 2 == 0, 0, 50).int()
-            arguments["logprobs"] = False
+            arguments["logprobs"] = kind == "peaked"
+            arguments["rule"] = rule
             kernel = verify_chain(**to(arguments, "cuda"))
             assert_same(kernel, verify_chain(**arguments))
 

@@ -33,18 +33,22 @@ struct RowEdits {
   }
 };
 
+constexpr int kBlockSlots = 64;  // of a request whose Z one cluster works out (draw_block.cuh)
+
 // Does a call's kernel count the values of its rows (verify_cut.cuh, verify_listed.cuh)? Then the
 // whole row's mass, where top_p is a share of that, is the sum of to_fixed of its weights,
 // otherwise RowStats::sum.
 DOMINO_HD bool counts_values(const VerifyChainParams& p) {
   const bool filtered = p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
-  const bool by_coin = p.rules == nullptr && p.residual_slot == nullptr &&
-                       (p.rule == VerifyRule::kToken || p.rule == VerifyRule::kOneHot);
+  const bool one_rule = p.rules == nullptr && p.residual_slot == nullptr &&
+                        p.rule != VerifyRule::kGreedy &&
+                        (p.rule != VerifyRule::kBlock || p.drafts < kBlockSlots);
   const bool edited = p.logit_bias != nullptr || p.repetition_penalty != nullptr ||
                       p.presence_penalty != nullptr || p.frequency_penalty != nullptr ||
                       p.grammar_mask != nullptr;
-  const bool dense = p.draft_logits != nullptr && p.draft_ids == nullptr;
-  return filtered && by_coin && p.temperature != nullptr && p.target_dtype == DType::kBF16 &&
+  const bool dense = (p.rule == VerifyRule::kToken || p.rule == VerifyRule::kBlock) &&
+                     p.draft_logits != nullptr && p.draft_ids == nullptr;
+  return filtered && one_rule && p.temperature != nullptr && p.target_dtype == DType::kBF16 &&
          !edited && !dense && p.top_logprobs == 0 && !p.all_stats;
 }
 
@@ -118,6 +122,7 @@ struct ChainRequest {
   // Rows that exist: those of a residual are its own and, never looked at, the one behind it.
   DOMINO_HD int judged_rows() const { return p.residual_slot != nullptr && rows > 0 ? 1 : rows; }
   DOMINO_HD bool greedy() const { return rule == VerifyRule::kGreedy; }
+  DOMINO_HD bool by_block() const { return rule == VerifyRule::kBlock && q != DraftLaw::kOneHot; }
 
   DOMINO_HD int64_t draft_token(int i) const {
     return p.draft_tokens[b * p.draft_tokens_stride + i];

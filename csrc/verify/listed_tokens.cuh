@@ -144,11 +144,12 @@ __device__ __forceinline__ RowFilter cut_listed(ListedTokens& listed, const RowL
 
 // The race of row i among the tokens that are kept; -1 where none has weight, or it is not to be
 // run here. All threads of the block call it and get the same.
+template <bool kByPosition>
 __device__ __forceinline__ int32_t race_listed(const ChainRequest& r, int i, const Slot& verdict,
                                                const SlotQ& q, const RowLaw& law,
                                                const RowFilter& filter, int kept,
                                                const ListedOrder& order) {
-  if (verdict.outcome != Outcome::kDraw &&
+  if (!kByPosition && verdict.outcome != Outcome::kDraw &&
       (verdict.outcome != Outcome::kResidual || (!q.one_hot && r.q == DraftLaw::kScalar)))
     return -1;
   const DrawWeights weights = draw_weights(r, i, verdict.outcome, q, law, filter, 1.0f);

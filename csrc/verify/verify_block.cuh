@@ -8,15 +8,6 @@
 
 namespace domino {
 
-__device__ __forceinline__ bool by_block(const ChainRequest& r) {
-  return r.rule == VerifyRule::kBlock && r.q != DraftLaw::kOneHot;
-}
-
-// The chain ends at the first row that cannot be used or has no draft.
-__device__ __forceinline__ bool ends_chain(Outcome outcome) {
-  return outcome == Outcome::kFail || outcome == Outcome::kDraw;
-}
-
 __device__ __forceinline__ RowFilter load_filter(const RowFilter* filter) {
   return {__ldcg(&filter->cut_logit), __ldcg(&filter->cut_id),
           __ldcg(reinterpret_cast<const unsigned long long*>(&filter->mass))};
@@ -43,7 +34,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, is_dense(p));
   const WalkWorkspace work(chunks, p.batch, p.drafts);
   previous_launch_done();
-  if (!by_block(r) || i >= r.rows) return;
+  if (!r.by_block() || i >= r.rows) return;
   if (threadIdx.x < kWarpSize) {  // every block the same
     const RowSource<void> source(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
     const JudgedRow row = judge_row(r, chunks, i, SlotDraft(r, i, source));
@@ -131,7 +122,7 @@ __global__ void __launch_bounds__(kWalkThreads)
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, is_dense(p));
   const WalkWorkspace work(chunks, p.batch, p.drafts);
   previous_launch_done();
-  if (!by_block(r) || own >= r.rows) return;
+  if (!r.by_block() || own >= r.rows) return;
   const int64_t at = b * (p.drafts + 1);
   JudgedRow* rows = work.rows + at;
   int n = 0;

@@ -171,7 +171,7 @@ class Walk {
 
   explicit Walk(const ChainRequest& request) : status(request.faults), r_(request) {
     if (r_.rows == 0) return;
-    if (r_.rule == VerifyRule::kBlock && r_.q != DraftLaw::kOneHot)
+    if (r_.by_block())
       by_block();
     else
       by_slot();

@@ -32,15 +32,18 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
   else
     launch_kernel(shape, as_stream(stream), verify_cut_kernel, p);
   if (const int status = launched(); status != kOk) return status;
+  const auto draw = draws_every_row(p)             ? verify_draw_kernel<VerifyRule::kMatch>
+                    : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
+                                                   : verify_draw_kernel<VerifyRule::kToken>;
   if (draw_blocks > 8) {
     const cudaError_t status =
-        cudaFuncSetAttribute(verify_draw_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        cudaFuncSetAttribute(draw, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (status != cudaSuccess) return status;
   }
   shape = {dim3(static_cast<unsigned>(p.batch * draw_blocks)), kDrawThreads};
   shape.cluster = draw_blocks;
   shape.overlap = device.major >= 9;
-  launch_kernel(shape, as_stream(stream), verify_draw_kernel, p);
+  launch_kernel(shape, as_stream(stream), draw, p);
   return launched();
 }
 

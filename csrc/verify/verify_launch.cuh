@@ -61,6 +61,11 @@ int launch_behind(void (*kernel)(VerifyChainParams, Params...), const VerifyChai
 // All of verify_chain where every request is greedy and nobody asks for the likeliest tokens.
 int verify_greedy_cuda(const VerifyChainParams& p, void* stream);
 
+// Is every row's token drawn, in a call that counts_values()?
+inline bool draws_every_row(const VerifyChainParams& p) {
+  return p.rule == VerifyRule::kMatch || p.rule == VerifyRule::kGumbel;
+}
+
 // All launches of a call that counts_values().
 int launch_by_value(const VerifyChainParams& p, void* stream);
 

@@ -41,7 +41,9 @@ struct SharedRequest {
   alignas(FilterParams) unsigned char filters[sizeof(FilterParams)];
 };
 
-// Grid: a cluster of up to 8 blocks for each row of each request.
+// Grid: a cluster of up to 8 blocks for each row of each request. kByPosition: all requests that
+// are not greedy go by match or gumbel; kLogprobs: chosen_logprob is wanted.
+template <bool kByPosition, bool kLogprobs>
 __global__ void __launch_bounds__(kCutThreads, 2)
     verify_listed_kernel(const __grid_constant__ VerifyChainParams p) {
   __shared__ ListedShared shared;
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   const ChainRequest r(p, *reinterpret_cast<const ChainRequest*>(request.own));
   if (i >= r.rows) return;
   const FilterParams filters = *reinterpret_cast<const FilterParams*>(request.filters);
-  const bool filtered = filters.any(p.vocab), summed = !filtered || p.chosen_logprob != nullptr;
+  const bool filtered = filters.any(p.vocab), summed = !filtered || kLogprobs;
   // is all that is wanted of the row what top-k leaves?
   const bool ranked_first = filtered && filters.by_rank(p.vocab) && filters.top_k <= kReadThreads &&
                             (filters.order != FilterOrder::kJoint || !filters.by_mass());
@@ -133,13 +135,15 @@ __global__ void __launch_bounds__(kCutThreads, 2)
 #pragma unroll
         for (int g = 0; g < kLaneGroups; ++g)
           histogram.add(ahead[g], chunk * kChunk + g * kGroupStep + lane * kGroup);
+        if constexpr (kLogprobs)
+          sum_chunk(ahead, chunk * kChunk + lane * kGroup, false, scale, chunks,
+                    index * row_chunks + chunk);
 #pragma unroll
         for (int g = 0; g < kLaneGroups; ++g) ahead[g] = later[g];
         if (chunk + 2 * kReadWarps < last) load(source, later, chunk + 2 * kReadWarps);
         prefetch(source, chunk + 4 * kReadWarps);
       }
-    }
-    if (summed) {
+    } else {
 #pragma unroll 1
       for (int chunk = first; chunk < last; chunk += kReadWarps) {
         load(source, ahead, chunk);
@@ -191,9 +195,11 @@ __global__ void __launch_bounds__(kCutThreads, 2)
         ListedOrder* order = reinterpret_cast<ListedOrder*>(shared.count);
         int kept;
         const RowFilter filter = cut_listed(listed, law, filters, order, &kept);
-        const Slot verdict = judge_cut(r, slot, law, filter);
+        Slot verdict = judge_cut(r, slot, law, filter);
         const SlotQ q{verdict.one_hot, slot.draft_top, slot.draft_sum};
-        const int32_t winner = race_listed(r, i, verdict, q, law, filter, kept, *order);
+        const int32_t winner =
+            race_listed<kByPosition>(r, i, verdict, q, law, filter, kept, *order);
+        if (kByPosition && winner == slot.x) verdict.outcome = Outcome::kAccept;
         if (leads) write_verdict(verdict, winner, stats, law, filter, slot, out);
         return;
       }

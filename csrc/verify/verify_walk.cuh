@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
     slot_draft = SlotDraft(r, first_row, source_of(first_row));
   previous_launch_done();
   if (own_row > 0 && (!draws_rows || own_row >= r.rows)) return;
-  if (r.rule == VerifyRule::kBlock && r.q != DraftLaw::kOneHot && r.rows > 0) return;
+  if (r.by_block() && r.rows > 0) return;
   if (r.rows == 0) {
     if (cluster.rank == 0) emit_end(r, 0, -1, r.faults);
     return;

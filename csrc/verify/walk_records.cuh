@@ -33,6 +33,11 @@ __device__ __forceinline__ Outcome load_outcome(const JudgedRow* row) {
   return static_cast<Outcome>(__ldcg(reinterpret_cast<const int*>(&row->outcome)));
 }
 
+// The chain ends at the first row that cannot be used or has no draft.
+__device__ __forceinline__ bool ends_chain(Outcome outcome) {
+  return outcome == Outcome::kFail || outcome == Outcome::kDraw;
+}
+
 // The pads of request r behind slot `stop`, and its counts. Called by the cluster's first block.
 __device__ __forceinline__ void emit_end(const ChainRequest& r, int stop, int64_t last,
                                          uint32_t status) {

@@ -1,0 +1,111 @@
+// The token of one row behind verify_cut.cuh or verify_listed.cuh: where ties with the filters' cut
+// end, and the race (race_draw.cuh), by a cluster. Bytes: the row.
+#pragma once
+
+#include "verify/race_draw.cuh"
+#include "verify/slot_verdict.cuh"
+
+namespace domino {
+
+constexpr int kDrawWarps = 8;  // 128 registers a thread: beside a block of verify_cut_kernel
+constexpr int kDrawThreads = kDrawWarps * kWarpSize;
+
+// Tokens of this logit up to an id. All threads of the cluster call it and get the same.
+__device__ __noinline__ int count_ties(const RowCluster& cluster, const RowSource<bf16>& source,
+                                       float logit, int64_t last_id) {
+  __shared__ uint32_t shared_count;
+  unsigned long long own = 0;
+  for_each_step(cluster, source, [&](int token, const auto& group) {
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) own += group.at(j) == logit && token + j <= last_id;
+  });
+  own = block_reduce(
+      own, [](unsigned long long a, unsigned long long b) { return a + b; }, race_shared().slots);
+  if (threadIdx.x == 0) shared_count = static_cast<uint32_t>(own);
+  cluster.sync();
+  const uint32_t count = __reduce_add_sync(kFullMask, cluster.of_lane(&shared_count));
+  cluster.sync();
+  return static_cast<int>(count);
+}
+
+// The last of the first `ties` tokens of this logit: warps count those of equal stretches of the
+// row, then the warp that has it looks through its own. All threads of the cluster call it.
+__device__ __noinline__ int32_t last_tie(const RowCluster& cluster, const RowSource<bf16>& source,
+                                         float logit, int ties) {
+  __shared__ int counts[kDrawWarps];
+  __shared__ int32_t found;
+  constexpr int kStep = kWarpSize * kGroup;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int warps = cluster.size * kDrawWarps, own_warp = cluster.rank * kDrawWarps + warp;
+  const int stretch = ceil_div(ceil_div(source.vocab, kStep), warps) * kStep;
+  const int first = min(own_warp * stretch, source.vocab);
+  const int last = min(first + stretch, source.vocab);
+  const auto equal = [&](int token) {  // of eight tokens
+    uint32_t bits = 0;
+    const Group<bf16> group = source.group(token + lane * kGroup);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) bits |= (group.at(j) == logit ? 1u : 0u) << j;
+    return bits;
+  };
+  int count = 0;
+  for (int token = first; token < last; token += kStep) count += __popc(equal(token));
+  count = __reduce_add_sync(kFullMask, count);
+  if (lane == 0) counts[warp] = count;
+  cluster.sync();
+  int before = 0;
+  for (int from = lane; from < own_warp; from += kWarpSize)
+    before += cluster.map(counts, from / kDrawWarps)[from % kDrawWarps];
+  before = __reduce_add_sync(kFullMask, before);
+  if (before < ties && before + count >= ties) {
+    for (int token = first; token < last; token += kStep) {
+      uint32_t bits = equal(token);
+      int up_to = __popc(bits);
+#pragma unroll
+      for (int step = 1; step < kWarpSize; step *= 2) {
+        const int left = __shfl_up_sync(kFullMask, up_to, step);
+        if (lane >= step) up_to += left;
+      }
+      if (before + up_to >= ties && before + up_to - __popc(bits) < ties) {
+        for (int skip = ties - before - (up_to - __popc(bits)); skip > 1; --skip) bits &= bits - 1;
+        for (int block = 0; block < cluster.size; ++block)
+          *cluster.map(&found, block) = token + lane * kGroup + __ffs(bits) - 1;
+      }
+      before += __shfl_sync(kFullMask, up_to, kWarpSize - 1);
+      if (before >= ties) break;
+    }
+  }
+  cluster.sync();
+  return found;
+}
+
+// The token that the race of row i draws, -1 where nothing has weight. filter: of its ties with the
+// cut all or, where cut_id is negative, the first -cut_id. noise: of the race; rest: what
+// relu(reach p - q) comes to, about
+__device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const ChainRequest& r,
+                                              int i, Outcome outcome, const SlotVerdict& slot,
+                                              const RaceNoise& noise, float reach = 1.0f,
+                                              float rest = kLikelyResidual) {
+  const RowFilter& filter = slot.filter;
+  const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(r.p.vocab));
+  const RowLaw law(slot.top, slot.sum, law_scale(r.temperature));
+  RowFilter kept = filter;
+  if (kept.cut_id < 0) kept.cut_id = INT32_MAX;
+  const SlotQ q{(slot.status & kTakenAsOneHot) != 0, slot.draft_top, slot.draft_sum};
+  const DrawWeights weights = draw_weights(r, i, outcome, q, law, kept, reach);
+  const float about = weights.q != DraftLaw::kOneHot ? rest
+                      : outcome == slot.outcome      ? slot.race_mass
+                                                     : 0.0f;
+#pragma unroll 1
+  for (;;) {
+    const unsigned long long key = draw_row(cluster, source, weights, noise, about);
+    if (key == kNoWinner) return -1;
+    const int32_t token = static_cast<int32_t>(key & 0xffffffffu);
+    // ties that are not kept matter only where one of the ties wins
+    if (filter.cut_id >= 0 || kept.cut_id != INT32_MAX || source.at(token) != filter.cut_logit)
+      return token;
+    kept.cut_id = last_tie(cluster, source, filter.cut_logit, -filter.cut_id);
+    if (token <= kept.cut_id) return token;
+  }
+}
+
+}  // namespace domino
