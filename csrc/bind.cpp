@@ -272,13 +272,14 @@ PYBIND11_MODULE(_C, m) {
                 field("dtype", &Rows::dtype));
   using Shard = VerifyShardParams;
   const auto bind_shard_op = [&](const char* name, auto cuda, auto cpu) {
-    bind_chain_op<Shard>(m, name, cuda, cpu, field("verdict", &Shard::verdict),
-                         field("slot_status", &Shard::slot_status),
-                         field("logprob", &Shard::logprob), field("keys", &Shard::keys),
-                         field("key_logprob", &Shard::key_logprob),
-                         field("partials", &Shard::partials), field("parts", &Shard::parts),
-                         field("listed", &Shard::listed), field("vocab_start", &Shard::vocab_start),
-                         field("shard_vocab", &Shard::shard_vocab));
+    bind_chain_op<Shard>(
+        m, name, cuda, cpu, field("verdict", &Shard::verdict),
+        field("slot_status", &Shard::slot_status), field("logprob", &Shard::logprob),
+        field("keys", &Shard::keys), field("key_logprob", &Shard::key_logprob),
+        field("draft_laws", &Shard::draft_laws), field("row_masses", &Shard::row_masses),
+        field("partials", &Shard::partials), field("parts", &Shard::parts),
+        field("listed", &Shard::listed), field("vocab_start", &Shard::vocab_start),
+        field("shard_vocab", &Shard::shard_vocab));
   };
   bind_shard_op("verify_shard_rows", DOMINO_CUDA_LAUNCHER(verify_shard_rows_cuda),
                 verify_shard_rows_cpu);

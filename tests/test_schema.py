@@ -234,6 +234,7 @@ def verify_shard_rows(q):
 def verify_shard(q):
     out = [torch.zeros(2, 3).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 3)]
     out += [torch.zeros(2, 2, 3).long(), torch.zeros(2, 2, 3)]
+    out += [torch.zeros(3, 2, 3), torch.zeros(3, 2, 3).long()]
     shape = 3, 10 if q == "dense" else 6, 8 if q else 5
     return (*shard_call(q), torch.zeros(shape).long(), *out)
 

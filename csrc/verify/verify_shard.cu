@@ -2,7 +2,8 @@
 // walk ends at its own (or every slot is a draw) races for the token among the shard's. Of a
 // filtered row it first finds the cut among the tokens that all shards listed, and races for the
 // token among those. Bytes: the partials, and the shard's part of the rows without filters that are
-// drawn from.
+// drawn from. What the block rule wants of a row besides takes what the first launch wrote of the
+// slots before it: a second launch, in which a block owns a slot again.
 #include "verify/chain_judge.cuh"
 #include "verify/row_places.cuh"
 #include "verify/verify_shard.h"
@@ -120,7 +121,60 @@ __global__ void __launch_bounds__(kShardThreads, 1)
     keys[0] = race(replaces, own.slot.outcome);
     if (replaces && keys[0] == kNoWinner) keys[1] = race(false, Outcome::kDraw);
   }
-  if (threadIdx.x == 0) write_shard_slot(p, r, i, own, keys);
+  if (threadIdx.x == 0) write_shard_slot(p, r, i, own, cuts ? &cut.filter : nullptr, keys);
+}
+
+__global__ void __launch_bounds__(kShardThreads, 1)
+    verify_shard_block_kernel(const __grid_constant__ VerifyShardParams p) {
+  __shared__ ShardSlot own;
+  __shared__ uint64_t slots[kWarpSize];
+  const int64_t b = blockIdx.x / (p.drafts + 1);
+  const int i = static_cast<int>(blockIdx.x - b * (p.drafts + 1));
+  const ChainRequest r(p, b);
+  if (!r.by_block() || i >= r.rows) return;
+  const float reach = shard_reach(p, b, i);
+  if (reach < 0.0f) return;
+  if (threadIdx.x < kWarpSize) {
+    const ShardSlot s = judge_shard_slot(
+        p, r, i, [&](int64_t x, float* logit) { return pool_stats(r, i, x, logit); });
+    if (threadIdx.x == 0) own = s;
+  }
+  __syncthreads();
+  const bool filtered = r.filters().any(p.vocab);
+  ListedCut cut;
+  if (filtered) cut = cut_shard_row(p, r, i, own.target);
+  const RowFilter* filter = filtered ? &cut.filter : nullptr;
+  const ShardRow row(r, i);
+  const ShardWeights weights(r, i, own, true, filter, reach);
+  const bool dense = weights.q == DraftLaw::kDense;
+  ShardRest rest = rest_of_pool(p, row, own, weights, filter, threadIdx.x, kShardThreads);
+  const int64_t end = p.vocab_start + p.shard_vocab;
+  const auto add = [&](int64_t token, float logit) {
+    if (token >= p.vocab_start && token < end)
+      rest.add(weights, logit, true, weights.draft.probability(weights.draft_row.at(token)));
+  };
+  if (dense && filtered) {
+    for (int n = threadIdx.x; n < cut.kept; n += kShardThreads)
+      add(word_token(cut_shared().sorted[n]), word_logit(cut_shared().sorted[n]));
+  } else if (dense) {
+    for (int64_t x = p.vocab_start + threadIdx.x; x < end; x += kShardThreads) add(x, row.at(x));
+  }
+  const auto plus = [](uint64_t a, uint64_t b) { return a + b; };
+  rest.sum = block_reduce(rest.sum, plus, slots);
+  rest.covered = block_reduce(rest.covered, plus, slots);
+  const auto race = [&](const ShardWeights& of, Outcome outcome, float mass) {
+    const RaceNoise noise = race_noise(r, i, outcome);
+    return filtered ? race_listed(p, cut.kept, of, noise) : race_shard(p, row, of, noise, mass);
+  };
+  const float sum = static_cast<float>(own.target.sum) * (1.0f / kFixedOne);
+  uint64_t keys[2] = {kNoWinner, kNoWinner};
+  keys[0] =
+      race(weights, Outcome::kResidual, weights.q != DraftLaw::kOneHot ? kResidualGuess : sum);
+  if (keys[0] == kNoWinner)
+    keys[1] = race(ShardWeights(r, i, own, false, filter), Outcome::kDraw, sum);
+  if (threadIdx.x != 0) return;
+  write_shard_rest(p, b, i, rest, dense);
+  write_shard_keys(p, r, i, own, keys);
 }
 
 }  // namespace
@@ -131,9 +185,15 @@ int verify_shard_cuda(const VerifyShardParams& p, void* stream) {
   const bool filters = p.top_k != nullptr || p.top_p != nullptr || p.min_p != nullptr;
   if (rows > INT32_MAX || (filters && (p.listed < 1 || p.parts * p.listed > kListed)))
     return kBadArgument;
-  verify_shard_kernel<<<static_cast<unsigned>(rows), kShardThreads, 0, as_stream(stream)>>>(
-      in_whole_ids(p));
-  return launched();
+  const VerifyShardParams whole = in_whole_ids(p);
+  const auto launch = [&](auto kernel) {
+    kernel<<<static_cast<unsigned>(rows), kShardThreads, 0, as_stream(stream)>>>(whole);
+    return launched();
+  };
+  const int status = launch(verify_shard_kernel);
+  const bool by_block = p.rules != nullptr || p.rule == VerifyRule::kBlock;
+  if (status != kOk || !by_block || p.draft_logits == nullptr) return status;
+  return launch(verify_shard_block_kernel);
 }
 
 }  // namespace domino

@@ -9,9 +9,14 @@
 // the walk comes; the token at its end is raced for among the shard's own tokens, and the least key
 // of all shards wins. Rules, noise and bits are those of verify_chain (chain_walk.h). Where a
 // filter cuts behind the tokens that were gathered the walk ends without a token, and says so
-// (kUnsettled): flat rows, which have to be looked at whole. The block rule is not for shards.
+// (kUnsettled): flat rows, which have to be looked at whole.
+//
+// By the block rule the walk ends where sums over whole rows say (Z of block_walk.h): a shard adds
+// up its own part of each, and whoever joins the shards adds the parts and walks. Every row races
+// ahead for what would follow it.
 #pragma once
 
+#include "verify/block_walk.h"
 #include "verify/chain_walk.h"
 #include "verify/listed_cut.h"
 #include "verify/row_stats.h"
@@ -24,7 +29,9 @@ enum class ShardVerdict : uint8_t {
   kFail = 2,           // it ends without one
   kNeedsResidual = 3,  // scalar q: the same, residual_sample has the token
   kMatch = 4,          // the token of the least key: where it is the draft, the walk goes on
-  kUnsettled = 5       // it ends without a token: a filter's cut is not known
+  kUnsettled = 5,      // it ends without a token: a filter's cut is not known
+  kBlock = 6           // a draft of a chain by the block rule; the token of the least key follows
+                       // where the walk ends here
 };
 
 // The call of verify_chain that the shards make up, of which a shard has its columns: those of
@@ -37,6 +44,10 @@ struct VerifyShardParams : VerifyChainParams {
   int64_t* keys;       // [2, batch, drafts + 1]: of the race, and of the one in its place where no
                        // token of any shard has weight; kNoShardKey: none
   float* key_logprob;  // the same: log p of the key's token
+  // of drafts by the block rule, otherwise 0; where a cut is not known of them q alone
+  float* draft_laws;    // [3, batch, drafts + 1]: filtered p, q (1 as one-hot), and the coin
+  int64_t* row_masses;  // the same: of what is kept, the shard's part of Z as far as it lies on
+                        // what q covers, and the shard's part of the mass there
   // [parts, batch, rows_per_request(), row_words()], of target rows, then of q's where they are
   // dense: a RowPartial, then the words of the row's `listed` likeliest tokens (listed_cut.h),
   // which only filtered rows have, kNoToken behind them; parts is 1 where they are written
@@ -128,6 +139,7 @@ DOMINO_HD RowPartial no_partial() { return {-INFINITY, -1, DigitSums(), -INFINIT
 
 // A slot as every shard sees it.
 struct ShardSlot {
+  bool chained;  // has a draft, which is kept or not by the block rule
   RowStats target;
   RowStats draft;  // of a dense row or a pool
   int64_t x;       // the draft, -1: none
@@ -135,7 +147,7 @@ struct ShardSlot {
   Slot slot;
   uint32_t status;
 
-  DOMINO_HD bool accepts() const { return slot.outcome == Outcome::kAccept; }
+  DOMINO_HD bool accepts() const { return !chained && slot.outcome == Outcome::kAccept; }
   // Is a rejected draft's replacement for residual_sample?
   DOMINO_HD bool needs_residual(const ChainRequest& r) const {
     return slot.outcome == Outcome::kResidual && r.q == DraftLaw::kScalar && !slot.one_hot;
@@ -158,10 +170,6 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
                                      Pool pool) {
   ShardSlot out = no_shard_slot(r);
   if (i >= r.rows) return out;
-  if (r.rule == VerifyRule::kBlock && r.q != DraftLaw::kOneHot) {
-    out.status = kBadParameter;
-    return out;
-  }
   const auto joined = [&](int64_t row, float temperature, float* chosen) {
     return join_partials(
         [&](int64_t part) -> const RowPartial& { return p.partial(part, r.b, row); }, p.parts,
@@ -188,6 +196,7 @@ DOMINO_HD ShardSlot judge_shard_slot(const VerifyShardParams& p, const ChainRequ
   }
   out.slot = decide_slot(r, i, out.target, out.x, out.logit, q, FilterBounds());
   out.status |= out.slot.status;
+  out.chained = r.by_block() && out.x >= 0;
   return out;
 }
 
@@ -205,7 +214,8 @@ DOMINO_HD uint64_t last_listed(const VerifyShardParams& p, int64_t b, int i) {
 // The slot of a filtered row, which was judged as if it were not.
 DOMINO_HD void filter_slot(const ChainRequest& r, int i, const ListedCut& cut, ShardSlot* s) {
   Slot& slot = s->slot;
-  const bool by_coin = slot.outcome == Outcome::kAccept || slot.outcome == Outcome::kResidual;
+  const bool by_coin =
+      !s->chained && (slot.outcome == Outcome::kAccept || slot.outcome == Outcome::kResidual);
   const RowLaw law(s->target, r.temperature);
   if (cut.settled) {
     if (by_coin)
@@ -224,7 +234,7 @@ DOMINO_HD void filter_slot(const ChainRequest& r, int i, const ListedCut& cut, S
 // Is there a race at the slot? over: a slot before it stops.
 DOMINO_HD bool has_shard_race(const ChainRequest& r, const ShardSlot& s, bool over) {
   if (s.slot.outcome == Outcome::kPosition) return true;
-  if (over || s.needs_residual(r)) return false;
+  if ((over && !r.by_block()) || s.chained || s.needs_residual(r)) return false;
   return s.slot.outcome == Outcome::kDraw || s.slot.outcome == Outcome::kResidual;
 }
 
@@ -232,6 +242,7 @@ DOMINO_HD bool has_shard_race(const ChainRequest& r, const ShardSlot& s, bool ov
 struct ShardWeights {
   RowLaw law;
   float inverse_mass;  // 1 over the mass that is kept
+  float reach;         // of p, in the block rule
   DraftLaw q;          // not one-hot: it is subtracted, so p has to be a probability
   RowLaw draft;
   LogitRow draft_row;
@@ -241,10 +252,11 @@ struct ShardWeights {
 
   // filter: null without
   DOMINO_HD ShardWeights(const ChainRequest& r, int i, const ShardSlot& s, bool replaces,
-                         const RowFilter* filter = nullptr)
+                         const RowFilter* filter = nullptr, float reach_of_row = 1.0f)
       : law(s.target, r.temperature),
         inverse_mass(filter != nullptr ? div_rn(kFixedOne, static_cast<float>(filter->mass))
                                        : law.inverse_sum),
+        reach(reach_of_row),
         q(replaces && !s.slot.one_hot ? r.q : DraftLaw::kOneHot),
         draft(s.draft, r.draft_temperature),
         draft_row(r.draft_row(i)),
@@ -256,7 +268,7 @@ struct ShardWeights {
   DOMINO_HD float upper(float logit, int64_t token) const {
     if (token == without) return 0.0f;
     const float weight = law.weight(logit);
-    return q != DraftLaw::kOneHot ? mul_rn(weight, inverse_mass) : weight;
+    return q != DraftLaw::kOneHot ? mul_rn(reach, mul_rn(weight, inverse_mass)) : weight;
   }
   DOMINO_HD float exact(float upper, int64_t token) const {
     if (q == DraftLaw::kDense) return add_rn(upper, -draft.probability(draft_row.at(token)));
@@ -282,15 +294,84 @@ DOMINO_HD uint64_t listed_key(const VerifyShardParams& p, const ShardWeights& we
   return race_key(weights.exact(upper, token), random, token);
 }
 
-// Writes a slot once its races are known: keys[0], and keys[1] of the race in its place.
-DOMINO_HD void write_shard_slot(const VerifyShardParams& p, const ChainRequest& r, int i,
+// The shard's tokens of a row that is not the chain's last, for Z: p(x) on what q covers.
+struct ShardRest {
+  uint64_t sum = 0, covered = 0;
+
+  // logit: of a token of the shard; q: of it
+  DOMINO_HD void add(const ShardWeights& weights, float logit, bool kept, float q) {
+    const float weight = kept ? weights.law.weight(logit) : 0.0f;
+    sum += block_rest_fixed(weights.reach, mul_rn(weight, weights.inverse_mass), q);
+    covered += to_fixed(weight);
+  }
+};
+
+// Its tokens number `first`, first + step, .. of a pool, or a draft that is taken as one-hot.
+// filter: null without
+DOMINO_HD ShardRest rest_of_pool(const VerifyShardParams& p, const ShardRow& row,
+                                 const ShardSlot& s, const ShardWeights& weights,
+                                 const RowFilter* filter, int64_t first, int64_t step) {
+  ShardRest out;
+  const auto add = [&](int64_t token, bool counts, float q) {
+    if (token < p.vocab_start || token >= p.vocab_start + p.shard_vocab) return;
+    const float logit = row.at(token);
+    const bool kept = filter == nullptr || filter->keeps(logit, token);
+    if (counts)
+      out.add(weights, logit, kept, q);
+    else
+      out.covered += kept ? to_fixed(weights.law.weight(logit)) : 0;
+  };
+  if (s.slot.one_hot) {
+    if (first == 0) add(s.x, false, 1.0f);
+  } else {
+    for (int64_t m = first; m < weights.pool; m += step)
+      add(weights.ids[m], true, weights.draft.probability(weights.draft_row.at(m)));
+  }
+  return out;
+}
+
+// The reach of row i, negative where its slot is no draft of a chain by the block rule, or nobody
+// knows. The slots' verdicts and laws have been written.
+DOMINO_HD float shard_reach(const VerifyShardParams& p, int64_t b, int i) {
+  const int64_t at = b * (p.drafts + 1), count = p.batch * (p.drafts + 1);
+  float reach = 1.0f;
+  for (int j = 0; j <= i; ++j) {
+    if (p.verdict[at + j] != static_cast<uint8_t>(ShardVerdict::kBlock)) return -1.0f;
+    if (j < i) reach = next_reach(reach, p.draft_laws[at + j], p.draft_laws[count + at + j]);
+  }
+  return reach;
+}
+
+// Writes what a slot's races found: keys[0], and keys[1] of the race in its place.
+DOMINO_HD void write_shard_keys(const VerifyShardParams& p, const ChainRequest& r, int i,
                                 const ShardSlot& s, const uint64_t (&keys)[2]) {
+  const int64_t count = p.batch * (p.drafts + 1), at = r.b * (p.drafts + 1) + i;
+  const RowLaw law(s.target, r.temperature);
+  for (int n = 0; n < 2; ++n) {
+    int64_t key = keys[n] == kNoWinner ? kNoShardKey : static_cast<int64_t>(keys[n]);
+    float logprob = 0.0f;
+    if (n == 0 && s.target.faults == 0 && s.slot.outcome == Outcome::kArgmax) {
+      key = s.target.argmax;  // as if it had won at once
+      logprob = law.log_probability(s.target.top);
+    } else if (key != kNoShardKey) {
+      logprob = law.log_probability(ShardRow(r, i).at(key & 0xffffffff));
+    }
+    p.keys[n * count + at] = key;
+    p.key_logprob[n * count + at] = logprob;
+  }
+}
+
+// Writes a slot once its races are known, those of the block rule apart. filter: null without
+DOMINO_HD void write_shard_slot(const VerifyShardParams& p, const ChainRequest& r, int i,
+                                const ShardSlot& s, const RowFilter* filter,
+                                const uint64_t (&keys)[2]) {
   const int64_t count = p.batch * (p.drafts + 1), at = r.b * (p.drafts + 1) + i;
   const bool needs = s.needs_residual(r);
   const bool matches = s.slot.outcome == Outcome::kPosition && s.x >= 0;
   const ShardVerdict verdict = s.accepts()                             ? ShardVerdict::kAccept
                                : s.slot.outcome == Outcome::kFail      ? ShardVerdict::kFail
                                : s.slot.outcome == Outcome::kUndecided ? ShardVerdict::kUnsettled
+                               : s.chained                             ? ShardVerdict::kBlock
                                : needs   ? ShardVerdict::kNeedsResidual
                                : matches ? ShardVerdict::kMatch
                                          : ShardVerdict::kLast;
@@ -299,18 +380,32 @@ DOMINO_HD void write_shard_slot(const VerifyShardParams& p, const ChainRequest& 
   const RowLaw law(s.target, r.temperature);
   const bool usable = s.target.faults == 0;
   p.logprob[at] = usable && s.x >= 0 ? law.log_probability(s.logit) : 0.0f;
-  for (int n = 0; n < 2; ++n) {
-    int64_t key = keys[n] == kNoWinner ? kNoShardKey : static_cast<int64_t>(keys[n]);
-    float logprob = 0.0f;
-    if (n == 0 && usable && s.slot.outcome == Outcome::kArgmax) {  // as if it had won at once
-      key = s.target.argmax;
-      logprob = law.log_probability(s.target.top);
-    } else if (key != kNoShardKey) {
-      logprob = law.log_probability(ShardRow(r, i).at(key & 0xffffffff));
-    }
-    p.keys[n * count + at] = key;
-    p.key_logprob[n * count + at] = logprob;
+  float laws[3] = {0.0f, 0.0f, 0.0f};
+  int64_t masses[3] = {0, 0, 0};
+  if (s.chained) laws[1] = s.slot.q;
+  if (verdict == ShardVerdict::kBlock) {
+    const bool kept = filter == nullptr || filter->keeps(s.logit, s.x);
+    const float inverse = ShardWeights(r, i, s, false, filter).inverse_mass;
+    laws[0] = kept ? mul_rn(law.weight(s.logit), inverse) : 0.0f;
+    laws[2] = verify_coin(r, i);
+    masses[0] = static_cast<int64_t>(filter != nullptr ? filter->mass : s.target.sum);
   }
+  for (int n = 0; n < 3; ++n) {
+    p.draft_laws[n * count + at] = laws[n];
+    p.row_masses[n * count + at] = masses[n];
+  }
+  write_shard_keys(p, r, i, s, keys);
+}
+
+// Writes what the block rule adds to a slot.
+DOMINO_HD void write_shard_rest(const VerifyShardParams& p, int64_t b, int i, const ShardRest& rest,
+                                bool dense) {
+  const int64_t count = p.batch * (p.drafts + 1), at = b * (p.drafts + 1) + i;
+  p.row_masses[count + at] = static_cast<int64_t>(rest.sum);
+  // dense q covers all there is
+  p.row_masses[2 * count + at] = !dense               ? static_cast<int64_t>(rest.covered)
+                                 : p.vocab_start == 0 ? p.row_masses[at]
+                                                      : 0;
 }
 
 // target_logits and the rest as the shard has them; draft_tokens are counted from its first token.

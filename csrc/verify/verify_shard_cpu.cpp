@@ -67,6 +67,16 @@ struct ListedTokens {
                      stats, law, r.filters(), p.vocab, counts_values(p));
   }
 
+  // fn(token, logit) for the shard's own that are kept.
+  template <class Fn>
+  void for_each(const VerifyShardParams& p, Fn fn) const {
+    for (int n = 0; n < cut.kept; ++n) {
+      const int64_t token = word_token(words[static_cast<size_t>(n)]);
+      if (token >= p.vocab_start && token < p.vocab_start + p.shard_vocab)
+        fn(token, word_logit(words[static_cast<size_t>(n)]));
+    }
+  }
+
   uint64_t race(const VerifyShardParams& p, const ShardWeights& weights,
                 const RaceNoise& noise) const {
     uint64_t best = kNoWinner;
@@ -142,7 +152,29 @@ int verify_shard_cpu(const VerifyShardParams& params) {
         if (replaces && keys[0] == kNoWinner) keys[1] = race_for(false, Outcome::kDraw);
       }
       over |= !filtered && !s.accepts();
-      write_shard_slot(p, r, i, s, keys);
+      const RowFilter* filter = tokens ? &tokens->cut.filter : nullptr;
+      write_shard_slot(p, r, i, s, filter, keys);
+      const float reach = shard_reach(p, b, i);
+      if (reach < 0.0f) continue;
+      const ShardRow row(r, i);
+      const ShardWeights weights(r, i, s, true, filter, reach);
+      const bool dense = weights.q == DraftLaw::kDense;
+      ShardRest rest = rest_of_pool(p, row, s, weights, filter, 0, 1);
+      const auto add = [&](int64_t token, float logit) {
+        rest.add(weights, logit, true, weights.draft.probability(weights.draft_row.at(token)));
+      };
+      if (dense && tokens) tokens->for_each(p, add);
+      for (int64_t x = 0; dense && !tokens && x < p.shard_vocab; ++x)
+        add(p.vocab_start + x, row.at(p.vocab_start + x));
+      write_shard_rest(p, b, i, rest, dense);
+      const auto race_with = [&](const ShardWeights& of, Outcome outcome) {
+        const RaceNoise noise = race_noise(r, i, outcome);
+        return tokens ? tokens->race(p, of, noise) : race(p, row, of, noise);
+      };
+      keys[0] = race_with(weights, Outcome::kResidual);
+      if (keys[0] == kNoWinner)
+        keys[1] = race_with(ShardWeights(r, i, s, false, filter), Outcome::kDraw);
+      write_shard_keys(p, r, i, s, keys);
     }
   }
   return kOk;

@@ -8,7 +8,7 @@
 The tokens, counts, log-probabilities and status bits are those of verify_chain on the whole rows,
 bit by bit, where the edges of the shards are multiples of 128. Two exchanges of a fixed size: from
 each shard 40 bytes a row of the target and of dense q, then 24 a row of the target (keys and their
-log p; the rest is the same in all shards).
+log p; the rest is the same in all shards), with the block rule 16 more (two of the masses).
 
 With filters the first exchange carries the `listed` likeliest tokens of each row too, 8 bytes each
 (rows of q have the room and leave it empty). From them every rank finds the cut, without a further
@@ -17,9 +17,6 @@ rows have to be gathered:
 
     if unsettled.any():  # the same on all ranks
         again = verify_chain(all_gather(logits[unsettled]), ...)
-
-The block rule is not here: give each rank the whole rows of its share of the requests (all-to-all),
-and gather what verify_chain says of them.
 
 Whatever has the vocabulary as its last dimension is the shard's columns. Of arrays that every rank
 has whole, as engines' samplers have them, these are views: logit_bias[:, first:last],
@@ -50,7 +47,7 @@ from domino_kernels.ops.verify_checks import (
 from domino_kernels.torch_library import DTYPES, check_status, define, pointer, target
 
 # ShardVerdict of csrc/verify/verify_shard.h
-_ACCEPT, _LAST, _FAIL, _NEEDS_RESIDUAL, _MATCH, _UNSETTLED = range(6)
+_ACCEPT, _LAST, _FAIL, _NEEDS_RESIDUAL, _MATCH, _UNSETTLED, _BLOCK = range(7)
 _NO_KEY = 2**63 - 1
 _MOST_LISTED = 1024  # of a row, over all shards: kListed of csrc/verify/row_places.cuh
 
@@ -70,6 +67,9 @@ class ShardResult(NamedTuple):
     logprob: torch.Tensor  # [B, K + 1] float32: log p of the draft
     keys: torch.Tensor  # [2, B, K + 1] int64: of the race for the last token; the least key wins
     key_logprob: torch.Tensor  # [2, B, K + 1] float32: log p of the key's token
+    # of drafts by the block rule, otherwise 0
+    draft_laws: torch.Tensor  # [3, B, K + 1] float32: p, q and the coin
+    row_masses: torch.Tensor  # [3, B, K + 1] int64: what is kept; this shard's of Z and under q
 
 
 _CALL = (
@@ -179,6 +179,8 @@ def _launch_rows(*arguments):
         logprob=0,
         keys=0,
         key_logprob=0,
+        draft_laws=0,
+        row_masses=0,
         partials=partials.data_ptr(),
         parts=1,
         listed=partials.size(1) - PARTIAL_WORDS,
@@ -188,13 +190,15 @@ def _launch_rows(*arguments):
 
 
 def _launch(*arguments):
-    *call, partials, verdict, status, logprob, keys, key_logprob = arguments
+    *call, partials, verdict, status, logprob, keys, key_logprob, laws, masses = arguments
     code = _C.verify_shard(
         verdict=verdict.data_ptr(),
         slot_status=status.data_ptr(),
         logprob=logprob.data_ptr(),
         keys=keys.data_ptr(),
         key_logprob=key_logprob.data_ptr(),
+        draft_laws=laws.data_ptr(),
+        row_masses=masses.data_ptr(),
         partials=partials.data_ptr(),
         parts=partials.size(0),
         listed=partials.size(2) - PARTIAL_WORDS,
@@ -208,7 +212,8 @@ _verify_shard_rows = define(
 )
 _verify_shard = define(
     f"verify_shard({_CALL}, Tensor partials, Tensor(a!) verdict, Tensor(b!) status, "
-    "Tensor(c!) logprob, Tensor(d!) keys, Tensor(e!) key_logprob) -> ()",
+    "Tensor(c!) logprob, Tensor(d!) keys, Tensor(e!) key_logprob, Tensor(f!) draft_laws, "
+    "Tensor(g!) row_masses) -> ()",
     _launch,
 )
 
@@ -254,8 +259,6 @@ def _check_call(
     if vocab_start % 128:
         raise ValueError(f"{op}: vocab_start: got {vocab_start}, expected a multiple of 128")
     rules, code = check_rule(op, rule, keying, batch, device)
-    if rule == "block" and rules is None:
-        raise ValueError(f"{op}: rule: got 'block', expected a rule that reads a row at a time")
     check_sampling(
         op,
         rules is not None or code,
@@ -368,8 +371,7 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
         draft_tokens: [B, K] int64, ids in the whole vocabulary.
         partials: [T, R, 5] int64, or [T, R, 5 + listed]: what verify_shard_rows gave on all T
             shards, in any order.
-        rule: "greedy", "token", "onehot", "match" or "gumbel", or [B] uint8 of VerifyRule; BLOCK
-            with a q is a BAD_PARAMETER.
+        rule: as in verify_chain.
         temperature, seed, block_start, draft_logprob, draft_temperature, top_k, top_p, min_p,
             filter_order, keying, num_active, cu_rows: as in verify_chain.
         draft_logits: [B, K, V_shard], this shard's columns, or [B, K, M] with draft_ids.
@@ -411,9 +413,35 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
         new(torch.float32),
         new(torch.int64, 2),
         new(torch.float32, 2),
+        new(torch.float32, 3),
+        new(torch.int64, 3),
     )
     _verify_shard(*checked, partials, *out)
     return out
+
+
+def _block_stop(chained, laws, masses):
+    """[B] drafts kept of chains by the block rule: block_walk.h, in its order of roundings.
+
+    chained: [B, K + 1] bool: the slot is a draft of such a chain. masses: of all shards.
+    """
+    p, q, coin = laws.unbind()
+    mass, rest, covered = masses.unbind()
+    reach, stop = torch.ones_like(p[:, 0]), torch.zeros_like(mass[:, 0])
+    alive = torch.ones_like(chained[:, 0])  # all slots before are drafts of the chain
+    for i in range(p.size(1)):
+        here = chained[:, i]
+        share = (mass[:, i] - covered[:, i]).float() / mass[:, i].float()
+        outside = torch.where(covered[:, i] < mass[:, i], reach * share * 2.0**40, 0.0)
+        z = (rest[:, i] + outside.long()).float() * 2.0**-40
+        below = z + (1.0 - reach)
+        threshold = torch.where(below > 0, z / below, 1.0).where(here, reach)
+        if i > 0:
+            stop = torch.where(alive & (coin[:, i - 1] <= threshold), i, stop)
+        ratio = reach * (p[:, i] / q[:, i])
+        reach = torch.where(ratio < 1.0, ratio, 1.0).where(here, reach)
+        alive = alive & here
+    return stop
 
 
 def join_verify_shards(draft_tokens, shards):
@@ -429,27 +457,35 @@ def join_verify_shards(draft_tokens, shards):
         gives all of its result.
     """
     batch, drafts = draft_tokens.shape
-    verdict, status, logprob = shards[0][:3]  # the same in all
+    verdict, status, logprob, _, _, laws, masses = shards[0]  # the same in all, but for masses[1:]
     keys = torch.stack([shard.keys for shard in shards])  # [T, 2, B, K + 1]
     key_logprob = torch.stack([shard.key_logprob for shard in shards])
     key, owner = keys.min(0)
     key_logprob = key_logprob.gather(0, owner[None])[0]
+    ends_with_token = (verdict == _LAST) | (verdict == _BLOCK)
     # the second race counts where no shard has found anything in the first
-    none = (key[0] == _NO_KEY) & (verdict == _LAST)
+    none = (key[0] == _NO_KEY) & ends_with_token
     winner = torch.where(none, key[1], key[0]) & 0xFFFFFFFF
     winner_logprob = torch.where(none, key_logprob[1], key_logprob[0])
-    status = status | none * int(VerifyStatus.ZERO_RESIDUAL)
 
     drafted = torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)
     accepts = (verdict == _ACCEPT) | ((verdict == _MATCH) & (winner == drafted))
     stop = accepts.int().cumprod(-1).sum(-1, keepdim=True)
+    chained = verdict == _BLOCK
+    masses = torch.cat([masses[:1], sum(shard.row_masses[1:] for shard in shards)])
+    stop = torch.where(chained[:, :1], _block_stop(chained, laws, masses)[:, None], stop)
+    # a draft whose row's cut is not known leaves all of its chain open
+    ends = chained.int().cumprod(-1).sum(-1, keepdim=True)
+    blind = ((verdict == _UNSETTLED) & (laws[1] > 0)).gather(1, ends)
+    stop = torch.where(blind, 0, stop)
     slots = torch.arange(drafts + 1, device=draft_tokens.device)
-    ending = verdict.gather(1, stop)
-    has_last = (ending == _LAST) | (ending == _MATCH)
+    ending = torch.where(blind, _UNSETTLED, verdict.gather(1, stop))
+    has_last = (ending == _LAST) | (ending == _MATCH) | (ending == _BLOCK)
     last = (slots == stop) & has_last
     before = slots < stop
     tokens = torch.where(last, winner, torch.where(before, drafted, -1))
     chosen = torch.where(last, winner_logprob, torch.where(before, logprob, 0.0))
+    status = status | (none & last) * int(VerifyStatus.ZERO_RESIDUAL)
     reached = status * (slots <= stop)
     bits = reached.new_zeros(batch)
     for i in range(drafts + 1):
