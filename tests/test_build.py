@@ -83,6 +83,7 @@ SPILLS = {
     # the general form of 16 warps without a table: 376 stored, 576 loaded; 388 and 520 when timed
     "draft_chain_block": 576,
     "draft_chain_finish": 100,
+    "draft_chain_markov": 24,  # of rank 256
     "draft_chain_pool": 16,
     "draft_chain_team": 12,  # the general form
     "verify_chain": 24,  # the walk of the block rule

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from domino_kernels import HeadWeights, draft_chain
+from domino_kernels import ChainPlan, DraftResult, HeadWeights, draft_chain, draft_chain_out
 from domino_kernels.reference.expand import chain_scores
 from domino_kernels.testing import to_numpy
 
@@ -19,10 +19,10 @@ V, H, G, R, S = 700, 72, 40, 24, 16
 class Markov(nn.Module):
     """bias = W2 W1[previous token] (DSpark, equation 5)."""
 
-    def __init__(self):
+    def __init__(self, rank=R, vocab=V):
         super().__init__()
-        self.markov_w1 = nn.Embedding(V, R)
-        self.markov_w2 = nn.Linear(R, V, bias=False)
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
 
     def rollout(self, base, hidden, anchor):
         token, tokens, scores = anchor, [], []
@@ -40,9 +40,9 @@ class Markov(nn.Module):
 class GatedMarkov(Markov):
     """A sigmoid gate of the hidden row and the previous token's row scales that row."""
 
-    def __init__(self):
-        super().__init__()
-        self.gate_proj = nn.Linear(H + R, R, bias=False)
+    def __init__(self, rank=R, vocab=V):
+        super().__init__(rank, vocab)
+        self.gate_proj = nn.Linear(H + rank, rank, bias=False)
 
     def latent(self, hidden, token):
         row = self.markov_w1(token)
@@ -77,9 +77,14 @@ HEADS = {
     "silu": lambda: TokenGru(functional.silu),
     "linear": lambda: TokenGru(lambda z: z),
     # sizes that one persistent launch takes on a GPU
+    "row-block": lambda: Markov(96),
+    "gate-block": lambda: GatedMarkov(96),
+    "row-wide": lambda: Markov(256, 5000),
+    "gate-wide": lambda: GatedMarkov(256, 5000),
     "silu-block": lambda: TokenGru(functional.silu, 64, 32),
     "linear-block": lambda: TokenGru(lambda z: z, 64, 32),
 }
+MARKOV_BLOCKS = ["row-block", "gate-block", "row-wide", "gate-wide"]
 
 
 def make(kind, dtype, device, B=3):
@@ -90,17 +95,18 @@ def make(kind, dtype, device, B=3):
         parameter.data.normal_(0, 1 if "markov_w1" in name else 2 * parameter.size(1) ** -0.5)
     module.to(device).requires_grad_(False)
     names = module.state_dict()
-    if kind in ("row", "gate"):
+    if kind.startswith(("row", "gate")):
         names = {f"markov_head.{name}": value for name, value in names.items()}
         weights = HeadWeights.from_state_dict(names)
     else:
         activation = "identity" if "linear" in kind else "silu"
         table = names.pop("embedding.weight")
         weights = HeadWeights.from_state_dict(names, table, rank_activation=activation)
-    assert weights.low_rank == kind.removesuffix("-block")
-    base = (torch.randn(B, S, V) * 2).to(device, dtype)
-    hidden = torch.randn(B, S, H).to(device, dtype) if kind == "gate" else None
-    return module, weights, base, hidden, torch.randint(V, (B,)).to(device)
+    assert weights.low_rank == kind.split("-")[0]
+    vocab = weights.vocab_size
+    base = (torch.randn(B, S, vocab) * 2).to(device, dtype)
+    hidden = torch.randn(B, S, H).to(device, dtype) if weights.low_rank == "gate" else None
+    return module, weights, base, hidden, torch.randint(vocab, (B,)).to(device)
 
 
 @pytest.mark.parametrize("B", [1, 3, 19])
@@ -157,12 +163,87 @@ def test_a_row_does_not_depend_on_the_others(kind, dtype, device):
         assert torch.equal(alone[0], whole[0][rows]) and torch.equal(alone[1], whole[1][rows])
 
 
+def assert_exact(tokens, scores, weights, base, hidden, anchor, prefix):
+    """By Torch in float64, on the operands' device: no id is behind the winner by more than
+    epsilon, given the ids before it."""
+    table, w2 = weights.embedding.double(), weights.w2.double()
+    rounded = lambda x: x.to(weights.dtype).double()  # noqa: E731
+    last = anchor
+    for j in range(tokens.size(1)):
+        expected = base[:, j].double()
+        if j >= prefix:
+            u = table[last]
+            if weights.low_rank == "gate":
+                mixed = torch.cat([hidden[:, j].double(), u], -1) @ weights.w1.double().T
+                u = rounded(mixed.sigmoid() * u)
+            expected = expected + u @ w2.T
+        found = expected.gather(1, tokens[:, j : j + 1])[:, 0]
+        assert (expected.amax(1) - found).max() <= EPSILON[weights.dtype]
+        assert (found - scores[:, j].double()).abs().max() <= EPSILON[weights.dtype]
+        last = tokens[:, j]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("B", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", MARKOV_BLOCKS)
+def test_exact_markov_drafts_do_not_depend_on_the_pool(kind, dtype, B, prefix, device):
+    """Whether a winner is in its pool, found by a certificate, or by the dense steps behind two."""
+    if device == "cpu" and ("wide" in kind or B > 3):
+        pytest.skip("sizes of the kernels")
+    _, weights, base, hidden, anchor = make(kind, dtype, device, B)
+    whole = None
+    for size in (16, 48, 512, 2048):
+        found = draft_chain(
+            base, hidden, anchor, weights, pure_draft_prefix_len=prefix, pool_size=size,
+            return_details=True,
+        )  # fmt: skip
+        assert_exact(found.tokens, found.scores, weights, base, hidden, anchor, prefix)
+        whole = found if whole is None else whole
+        assert torch.equal(found.tokens, whole.tokens)
+        if device == "cuda":  # the twin has no one order of a sum
+            assert torch.equal(found.scores, whole.scores)
+            assert size > 16 or found.restarts.float().mean() > 1
+    pooled = draft_chain(
+        base, hidden, anchor, weights, exact=False, pool_size=weights.vocab_size if "block" in kind
+        else 2048, pure_draft_prefix_len=prefix, return_scores=True,
+    )  # fmt: skip
+    if "block" in kind:  # all ids
+        assert torch.equal(pooled[0], whole.tokens)
+        assert device == "cpu" or torch.equal(pooled[1], whole.scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MARKOV_BLOCKS)
+def test_markov_drafts_in_a_graph(kind):
+    """Replays on other inputs are what eager calls give."""
+    _, weights, base, hidden, anchor = make(kind, torch.bfloat16, "cuda", B=6)
+    plan = ChainPlan(weights, 6)
+    out = DraftResult.empty(weights, 6)
+    call = lambda out, plan: draft_chain_out(  # noqa: E731
+        base, hidden, anchor, weights, out=out, plan=plan, pool_size=64
+    )
+    call(out, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(out, plan)
+    for _ in range(20):
+        base.copy_(base.roll(1, 2))
+        anchor.copy_(anchor.roll(1))
+        graph.replay()
+        wanted = call(DraftResult.empty(weights, 6), ChainPlan(weights, 6))
+        for got, right in zip(out[:3], wanted[:3]):
+            assert torch.equal(got, right)
+
+
 @pytest.mark.parametrize("table", [False, True])
-@pytest.mark.parametrize("kind", ["silu-block", "linear-block"])
-def test_drafts_of_a_token_only_gru_are_drawn(kind, table, device):
+@pytest.mark.parametrize("kind", ["silu-block", "linear-block", "row-block", "gate-block"])
+def test_drafts_are_drawn(kind, table, device):
     """From the pool's law, in one persistent launch on a GPU: its logits are the scores."""
     dtype = torch.bfloat16
     _, weights, base, hidden, anchor = make(kind, dtype, device, B=5)
+    if table and not weights.recurrent:
+        pytest.skip("no GRU, no table")
     number = torch.arange(5, device=device)
     result = draft_chain(
         base,
@@ -179,9 +260,9 @@ def test_drafts_of_a_token_only_gru_are_drawn(kind, table, device):
     expected = chain_scores(
         result.tokens.cpu().numpy(),
         to_numpy(base),
-        np.zeros((5, S, 0)),
+        np.zeros((5, S, 0)) if hidden is None else to_numpy(hidden),
         anchor.cpu().numpy(),
-        [to_numpy(a) for a in arrays],
+        [None if a is None else to_numpy(a) for a in arrays],
         shift_label=True,
         prefix=1,
         low_rank=weights.low_rank,

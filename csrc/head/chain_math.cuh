@@ -58,6 +58,11 @@ __device__ __forceinline__ float chain_low_rank_input(LowRank kind, float mixed)
   return kind == LowRank::kLinear ? mixed : mixed * fast_sigmoid(mixed);
 }
 
+// The same of the gated Markov head, whose s_j is the row of y_j: own is its element.
+__device__ __forceinline__ float chain_gate(float mixed, float own) {
+  return fast_sigmoid(mixed) * own;
+}
+
 // A unit of S_j: x and s the gates' (r, z, n) products with the input and with S_{j-1}.
 template <class T>
 __device__ __forceinline__ T gru_unit(float x_r, float x_z, float x_n, float s_r, float s_z,

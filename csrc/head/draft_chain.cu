@@ -76,11 +76,15 @@ int launch(const DraftChainParams& p, cudaStream_t stream) {
   return launch<T, Base, false, false>(args, device, stream);
 }
 
-bool takes_block_form(const DraftChainParams& p) {
-  return fits_mma(p) && is_aligned(p.table, 16) &&
-         (p.kind == LowRank::kSilu || p.kind == LowRank::kLinear) && p.units % 16 == 0 &&
-         p.units <= 1024 && p.rank % 16 == 0 && p.rank <= 256 && p.drafts < kEpochStride - 3 &&
-         p.drafts > p.prefix && p.vocab < 1 << 27 && p.pool_size > 0;
+int takes_block_form(const DraftChainParams& p, bool* takes) {
+  *takes = fits_mma(p) && is_aligned(p.table, 16) && p.units % 16 == 0 && p.units <= 1024 &&
+           p.rank % 16 == 0 && p.rank <= 256 && p.drafts < kEpochStride - 3 &&
+           p.drafts > p.prefix && p.vocab < 1 << 27 && p.pool_size > 0;
+  if (!*takes || p.w_hh != nullptr) return kOk;
+  DeviceInfo device;
+  const int status = current_device(&device);
+  *takes = draft_chain_markov_fits(p, device.major, device.shared_memory);
+  return status;
 }
 
 int launch_block_form(const DraftChainParams& params, void* stream) {
@@ -92,7 +96,11 @@ int launch_block_form(const DraftChainParams& params, void* stream) {
     (void)((status = phases(), status == kOk) && ...);
     return status;
   };
-  const auto chain = [&](bool restart) { return draft_chain_block_cuda(p, restart, stream); };
+  const bool gru = p.w_hh != nullptr;
+  const auto chain = [&](bool restart) {
+    return gru ? draft_chain_block_cuda(p, restart, stream)
+               : draft_chain_markov_cuda(p, restart, stream);
+  };
   const auto certify = [&](int round) {
     return p.exact ? draft_chain_certify_cuda(p, round, stream) : kOk;
   };
@@ -100,7 +108,7 @@ int launch_block_form(const DraftChainParams& params, void* stream) {
              [&] { return certify(0); }, [&] { return p.exact ? chain(true) : kOk; },
              [&] { return certify(1); },
              [&] { return p.exact ? draft_chain_finish_cuda(p, stream) : kOk; },
-             [&] { return draft_chain_rescue_cuda(p, false, stream); },
+             [&] { return gru ? draft_chain_rescue_cuda(p, false, stream) : kOk; },
              [&] { return p.temperature ? draft_chain_law_cuda(p, stream) : kOk; });
 }
 
@@ -108,7 +116,9 @@ int launch_block_form(const DraftChainParams& params, void* stream) {
 
 int draft_chain_cuda(const DraftChainParams& p, void* stream) {
   if (p.batch == 0 || p.drafts == 0) return kOk;
-  if (takes_block_form(p)) return launch_block_form(p, stream);
+  bool block_form = false;
+  if (const int status = takes_block_form(p, &block_form); status != kOk) return status;
+  if (block_form) return launch_block_form(p, stream);
   if (p.temperature != nullptr) return kBadArgument;
   return dispatch_dtype(p.dtype, [&](auto tag) {
     using T = decltype(tag);

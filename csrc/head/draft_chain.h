@@ -119,6 +119,7 @@ struct DraftChainWorkspace {
 //   draft_chain_certify  round 1: drafts first[1, b].. of those rows; first[2, b]
 //   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a draft
 //   draft_chain_rescue   where control->aborted is set: the whole draft of all rows, a block each
+//                        (not behind draft_chain_markov, which is the chain of heads without a GRU)
 //   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits
 // Each leaves at once where it has nothing to do. Those that mostly do so let the next one start
 // before the one in front has ended: each still waits for the one in front, and so for all.
@@ -240,6 +241,10 @@ struct ChainBlockWorkspace {
 // Launchers of the block form; each a phase of draft_chain_cuda.
 int draft_chain_pool_cuda(const ChainBlockParams& p, void* stream);
 int draft_chain_block_cuda(const ChainBlockParams& p, bool restart, void* stream);
+// The chain of heads without a GRU (draft_chain_markov.cuh), which leave states and
+// control->aborted alone. Fits: whether a GPU can have it.
+bool draft_chain_markov_fits(const DraftChainParams& p, int major, int shared_memory);
+int draft_chain_markov_cuda(const ChainBlockParams& p, bool restart, void* stream);
 // The same where it suits the team form (draft_chain_team.cuh); otherwise not *done, and nothing.
 int draft_chain_team_cuda(const ChainBlockParams& p, bool restart, bool* done, void* stream);
 int draft_chain_certify_cuda(const ChainBlockParams& p, int round, void* stream);

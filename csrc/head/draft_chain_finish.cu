@@ -6,9 +6,9 @@ namespace domino {
 
 namespace {
 
-template <class T, int kSteps, int kRank>
+template <class T, int kSteps, int kRank, bool kGru = true>
 int launch(const ChainBlockParams& p, const DeviceInfo& device, cudaStream_t stream) {
-  const auto kernel = chain_finish<T, kSteps, kRank>;
+  const auto kernel = chain_finish<T, kSteps, kRank, kGru>;
   using Sweep = VocabSweep<T, kRank>;
   constexpr int64_t kStage = sizeof(typename Sweep::Stage), kBase = sizeof(typename Sweep::Base);
   const int64_t memory = device.shared_memory - 1024 - 2 * p.batch * sizeof(int);
@@ -41,6 +41,7 @@ int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream) {
     if constexpr (std::is_same_v<T, float>) {
       return static_cast<int>(kBadDtype);
     } else {
+      if (p.w_hh == nullptr) return launch<T, 1, 0, false>(p, device, as_stream(stream));
       if (p.units <= 256) return launch<T, 1, 0>(p, device, as_stream(stream));
       if (p.rank == 256) return launch<T, 4, 256>(p, device, as_stream(stream));
       return launch<T, 4, 0>(p, device, as_stream(stream));

@@ -23,7 +23,9 @@ constexpr int kStateTiles = 2;                 // eights of rows whose products 
 // its sweep come later.
 constexpr int64_t kFinishParts = kStateParts * kStateTiles * 3 * 128 * sizeof(float);
 
-// All blocks have come here and see what the others wrote; false: one of them does not come.
+// All blocks have come here and see what the others wrote; false: one of them does not come. Not
+// kBounded: no second form stands behind this one, and it waits as cooperative launches may.
+template <bool kBounded>
 __device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t count) {
   __shared__ bool leave;
   __syncthreads();
@@ -40,8 +42,8 @@ __device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t cou
                    : "l"(&control->arrived)
                    : "memory");
       if (here >= count) break;
-      if (clock64() - since > kFinishPatience) control->aborted = 1;
-      gives_up = *aborted != 0;
+      if (kBounded && clock64() - since > kFinishPatience) control->aborted = 1;
+      gives_up = kBounded && *aborted != 0;
     }
     leave = gives_up;
   }
@@ -114,9 +116,9 @@ struct StateProduct {
   }
 };
 
-// kRank: the rank where it is known, or 0. sweep_warps: that have a stage. raw: base logits are
-// (vocab_sweep.cuh).
-template <class T, int kSteps, int kRank>
+// kRank: the rank where it is known, or 0. kGru: without one S_j is the row of y_j, and u where
+// there is no gate. sweep_warps: that have a stage. raw: base logits are (vocab_sweep.cuh).
+template <class T, int kSteps, int kRank, bool kGru>
 __global__ void __launch_bounds__(kFinishThreads, 1)
     chain_finish(const __grid_constant__ ChainBlockParams p, int sweep_warps, bool raw) {
   extern __shared__ uint4 shared[];
@@ -185,8 +187,9 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
   // batch. The weights of a block's first turn are on their way while it waits at the barrier in
   // front.
   constexpr int kRows = kFinishThreads / 16, kTurnRows = kStateTiles * kTileColumns;
-  const int state_turns = units / 16 * ceil_div(pending.count, kRows);
-  const int low_turns = rank / 16 * ceil_div(pending.count, kTileColumns);
+  const int state_turns = kGru ? units / 16 * ceil_div(pending.count, kRows) : 0;
+  const int low_turns =
+      kGru || p.w1 != nullptr ? rank / 16 * ceil_div(pending.count, kTileColumns) : 0;
   StateProduct<T, kSteps, 3, kStateTiles> product;
   StateProduct<T, kSteps, 1, 1> low_product;
   const auto load_weights = [&](int turn) {
@@ -195,16 +198,32 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
         units, static_cast<int64_t>(units) * units, units);
   };
   const auto load_low_weights = [&](int turn) {
+    if (!kGru && p.w1 == nullptr) return;
     const int64_t stride = p.hidden_width + p.units;
     low_product.load_weights(
         static_cast<const T*>(p.w1) + p.hidden_width + turn % (rank / 16) * 16 * stride, stride, 0,
         units);
   };
   uint32_t barriers = 0;
-  const auto barrier = [&] { return together && grid_barrier(p.control, ++barriers * gridDim.x); };
+  const auto barrier = [&] {
+    return together && grid_barrier<kGru>(p.control, ++barriers * gridDim.x);
+  };
   const int row = threadIdx.x % 16, column = threadIdx.x / 16;
   for (int j = begin; j < drafts && together; ++j) {
     // S_j
+    if constexpr (!kGru) {
+      const int pieces = rank / 8;
+      for (int i = blockIdx.x * kFinishThreads + threadIdx.x; i < pending.count * pieces;
+           i += gridDim.x * kFinishThreads) {
+        const int n = i / pieces, k = i % pieces * 8;
+        if (!pends(n, j)) continue;
+        const int64_t y = clamp_id(key_id(__ldcg(key_at(n, j - 1))), p.vocab);
+        T* const to =
+            p.w1 != nullptr ? state_at(n, j) : static_cast<T*>(p.low_rank) + low_rank_at(n, j);
+        *reinterpret_cast<uint4*>(to + k) =
+            *reinterpret_cast<const uint4*>(static_cast<const T*>(p.embedding) + y * rank + k);
+      }
+    }
     for (int turn = blockIdx.x; turn < state_turns; turn += gridDim.x) {
       const int tile = turn % (units / 16), first = turn / (units / 16) * kRows, n = first + column;
       const bool mine = pends(n, j);
@@ -259,7 +278,10 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
       low_product.multiply(parts);
       if (mine) {
         const float mixed = from_hidden + low_product.total(parts, 0, row, column);
-        static_cast<T*>(p.low_rank)[at] = from_float<T>(chain_low_rank_input(p.kind, mixed));
+        T own{};
+        if (!kGru) own.bits = __ldcg(&state_at(n, j)[tile * 16 + row].bits);
+        static_cast<T*>(p.low_rank)[at] = from_float<T>(kGru ? chain_low_rank_input(p.kind, mixed)
+                                                             : chain_gate(mixed, to_float(own)));
       }
       __syncthreads();
     }

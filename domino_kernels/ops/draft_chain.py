@@ -272,9 +272,11 @@ def draft_chain(
     the other rows; with exact=False their pool_size must be the same for that.
 
     On a GPU the block is one persistent launch on the pools, certified against the whole vocabulary
-    where exact, for float16 and bfloat16 weights of a head with a GRU, G a multiple of 16 up to
-    1024, R a multiple of 16 up to 256 and H a multiple of 8. Other weights take three launches an
-    id, over the whole vocabulary, exact or not, and not with temperature.
+    where exact, for float16 and bfloat16 weights, G a multiple of 16 up to 1024, R a multiple of 16
+    up to 256 and H a multiple of 8; of heads without a GRU on sm_90 and later, with pools of the
+    block of up to 3072 ids (where R is 256; more where it is less), and not portable. Other
+    weights take three launches an id, over the whole vocabulary, exact or not, and not with
+    temperature.
 
     Args:
         base_logits: [B, S, V] logits of the block's slots; dtype of the weights or float32. Rows
