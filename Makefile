@@ -81,7 +81,7 @@ $(STAMP)-reference: tests/reference-requirements.txt | $(PY)
 # With the packages of an extra. Editable: a change in Python needs no step, one in csrc compiles
 # what changed.
 $(STAMP)-built-%: $(STAMP)-torch pyproject.toml $(NATIVE)
-	@echo "Compiling the extension and installing the packages of [$*] (some five minutes on two idle cores for all GPUs; DOMINO_CUDA_ARCHS=90a-real: one)"
+	@echo "Compiling the extension and installing the packages of [$*] (some twelve minutes on two idle cores for all GPUs; DOMINO_CUDA_ARCHS=90a-real: one)"
 	@PYTHONWARNINGS="ignore:Editable installation" $(PIP) install -q --no-build-isolation -e '.[$*]'
 	@$(PY) -c "import domino_kernels as k; print(k.build_info())"
 	@touch $@

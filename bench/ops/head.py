@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import domino_kernels
-from bench.ops import markov
+from bench.ops import lm_head, markov
 from bench.ops.head_inputs import drawer, planted_block
 from bench.peers import head as peers
 from bench.peers.head import DRAFTS
@@ -264,4 +264,5 @@ def cases():
                 yield draft_chain_case(model, batch, case)
     for model, batch in shapes:
         yield gru_step_case(model, batch)
+    yield from lm_head.cases()
     yield from markov.cases()

@@ -2,6 +2,7 @@
 
 linear_kernel   a product with few rows, with what stands before and after it in a layer
 stream_kernel   the same of a large weight, by TMA
+head_kernel     the product with an LM head, also one in fp8
 rms_norm_kernel, silu_mul_kernel: the same steps alone, around library products of many rows
 quantise_rows_kernel  rows in fp8, for products that only propose
 
@@ -184,6 +185,35 @@ def stream_kernel(
         acc += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     at = m.to(tl.int64)[None, :] * out_stride + j[:, None]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def head_kernel(
+    x_desc, w_desc, out_ptr, x_scale_ptr, w_scale_ptr, rows, n, k,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[m, j] = sum_k x[m, k] w[j, k], contiguous, m < rows <= BLOCK_M, j < n; SCALED: times the
+    scales of both rows.
+
+    A program takes tiles in turn, and the copies for the next one are under way while one is
+    stored: a tile has too few k for its copies to fill the memory pipe by themselves. Bytes: the
+    weight, once; bound: memory.
+    """
+    m = tl.arange(0, BLOCK_M)
+    _begin(PDL)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.num_programs(0), flatten=True):
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, k, BLOCK_K):
+            w = w_desc.load([tile * BLOCK_N, start])
+            acc = tl.dot(w, x_desc.load([0, start]).T, acc, input_precision="ieee")
+        j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if SCALED:
+            acc *= tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)[None, :]
+            acc *= tl.load(w_scale_ptr + j, mask=j < n, other=0.0)[:, None]
+        at = m.to(tl.int64)[None, :] * n + j[:, None]
+        inside = (j < n)[:, None] & (m < rows)[None, :]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from domino_kernels import ChainPlan, DraftResult, draft_chain_out, verify_chain
@@ -322,11 +321,7 @@ class Cycle:
     def _draft_logits(self, hidden: Tensor) -> Tensor:
         """Base logits [rows, slots, V] of the target's LM head, or its fp8 copy."""
         x = hidden.flatten(0, 1).to(self.target.head.dtype)
-        if isinstance(self.draft_head, row_ops.Fp8Weight):
-            base = self.draft_head.product(x)
-        else:
-            base = F.linear(x, self.draft_head)
-        return base.view(*hidden.shape[:2], -1)
+        return row_ops.lm_head(x, self.draft_head).view(*hidden.shape[:2], -1)
 
     def _chain(
         self, hidden: Tensor, base: Tensor, anchors: Tensor, choice: Choice, law: Law = Law.GREEDY

@@ -306,7 +306,9 @@ class FusedTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] of rows before the final norm."""
-        return F.linear(row_ops.rms_norm(hidden, self.decoder.norm, self.decoder.eps), self.head)
+        return row_ops.lm_head(
+            row_ops.rms_norm(hidden, self.decoder.norm, self.decoder.eps), self.head
+        )
 
 
 class FusedDrafter:

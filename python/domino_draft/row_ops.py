@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SKINNY_ROWS = 16  # up to here our own product, beyond it the library's with the steps apart
+SMALL, SMALL_ROWS = 1 << 21, 32  # the same of a weight of so few elements
+HEAD_ROWS, FP8_HEAD_ROWS = 64, 16  # the same of an LM head, which has at least
+HEAD_OUTPUTS = 1 << 16  # ids
 
 
 _interpret = False  # tests only: run the kernels on CPU tensors, under Triton's interpreter
@@ -51,6 +54,7 @@ class Workspace:
 class LinearPlan:
     """Tile sizes of `linear_kernel` or, for a large weight, `stream_kernel`.
 
+    block_m: rows of a tile, a power of two from 16 on; None: all of them, up to 64.
     ahead: lines (128 bytes) of each row of the weight that `linear_kernel` asks for before the
     launch in front has ended; a power of two.
     """
@@ -62,6 +66,7 @@ class LinearPlan:
     stages: int
     stream: bool = False
     ahead: int = 4
+    block_m: int | None = None
 
 
 @cache
@@ -79,10 +84,11 @@ def _streams(device: torch.device) -> bool:
 
 def linear_plan(rows: int, n: int, k: int, x: Tensor) -> LinearPlan | None:
     """For a weight [n, k] and rows of x's kind. None: the library's product, the steps apart."""
-    if not on_triton(x) or rows > SKINNY_ROWS or x.element_size() > 2:
+    most = SMALL_ROWS if n * k <= SMALL else SKINNY_ROWS
+    if not on_triton(x) or rows > most or x.element_size() > 2:
         return None
-    if n * k <= 1 << 22:  # the launch is what it costs
-        return LinearPlan(16, 256, 1, 2, 3)
+    if n * k <= 1 << 22:  # the launch is what it costs; rows in tiles of 16 were the fastest
+        return LinearPlan(16, 256, 1, 2, 3, block_m=16)
     if n % 64 or k % 128 or not _streams(x.device):
         return None
     # A large weight: the library streams it as fast, with a launch more before or behind it.
@@ -121,7 +127,7 @@ def linear(
     # The kernel multiplies by the norm's weight before it divides by the norm: fp16 may overflow.
     if norm is not None and (plan.stream or x.dtype == torch.float16):
         x, norm = rms_norm(x, *norm), None
-    block_m = max(16, min(pow2(rows), 64))
+    block_m = plan.block_m or max(16, min(pow2(rows), 64))
     grid = (-(-n // plan.block_n), plan.splits, -(-rows // block_m))
     pdl = overlap(x.device)
     if plan.stream:
@@ -160,6 +166,48 @@ def _linear_apart(x, weight, norm, bias, residual, glu, out):
     if out is None:
         return y if residual is None else y + residual
     return out.copy_(y if residual is None else y + residual)
+
+
+def lm_head(x: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+    """x [M, K] times the weight [V, K] of an LM head transposed."""
+    if isinstance(weight, Fp8Weight):
+        return weight.product(x)
+    if x.element_size() > 2 or not _streams_head(x, weight, HEAD_ROWS):
+        return F.linear(x, weight)
+    return _stream_head(x, weight, x.dtype)
+
+
+def _streams_head(x: Tensor, weight: Tensor, most_rows: int) -> bool:
+    rows, k = x.shape
+    large = rows <= most_rows and weight.shape[0] >= HEAD_OUTPUTS
+    return large and k % 16 == 0 and _streams(x.device)
+
+
+def _stream_head(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """scales: of the rows of x and of the weight, [M, 1] and [V, 1]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from domino_kernels.triton_kernels.decoder_rows import head_kernel
+
+    (rows, k), n, size = x.shape, weight.shape[0], x.element_size()
+    block_m = max(16, pow2(rows))
+    block_n, bytes_k, stages = {16: (64, 512, 5), 32: (128, 256, 5), 64: (128, 256, 4)}[block_m]
+    block_k = bytes_k // size
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    x_scale, w_scale = (x, x) if scales is None else scales
+    blocks = -(-n // block_n)
+    if x.is_cuda:  # one resident block each
+        blocks = min(blocks, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    head_kernel[(blocks,)](
+        TensorDescriptor.from_tensor(x.contiguous(), [block_m, block_k]),
+        TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+        out, x_scale, w_scale, rows, n, k, SCALED=scales is not None,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=4, num_stages=stages, **overlap(x.device),
+    )  # fmt: skip
+    return out
 
 
 def rms_norm(
@@ -215,7 +263,10 @@ class Fp8Weight:
             q, scale = quantise_rows(x)
             wide = (q.float() * scale) @ (self.values.float() * self.scale).t()
             return wide.to(x.dtype)
-        # With 15 rows it takes a third longer than with 16; what the last row holds is not read.
+        if _streams_head(x, self.values, FP8_HEAD_ROWS):
+            q, scale = quantise_rows(x)
+            return _stream_head(q, self.values, x.dtype, (scale, self.scale))
+        # Rows in sixteens, as it likes them; what those behind the last hold is not read.
         q, scale = quantise_rows(x, places=rows + -rows % 16)
         y = torch._scaled_mm(
             q, self.values.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16

@@ -101,6 +101,7 @@ def test_neighbours_change_nothing(tiny_config, device, fused):
     target, drafter = make(tiny_config, device)
     settings = dict(max_length=60, fused=fused)
     engine = Engine(target, drafter, max_batch=4, **settings)
+    engine.warmup([4], edited=True)
     for i, law in enumerate(EDITS):
         engine.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
     together = texts_of(engine, len(EDITS))

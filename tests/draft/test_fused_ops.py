@@ -47,8 +47,14 @@ def check_linear(device, dtype, tolerance):
         got = row_ops.linear(x, weight, workspace, norm=norm, glu=True)
         close(got.cpu(), twin(row_ops.linear, x, weight, None, norm=wide_norm, glu=True), tolerance)
         expected = twin(row_ops.linear, x, weight, None, residual=cpu(residual))
-        for splits, stream in ((1, False), (3, False), (1, True), (2, True)):
-            plan = row_ops.LinearPlan(32, 32, splits, 4, 3, stream)
+        for splits, stream, m in (
+            (1, 0, 16),
+            (1, 0, None),
+            (3, 0, None),
+            (1, 1, None),
+            (2, 1, None),
+        ):
+            plan = row_ops.LinearPlan(32, 32, splits, 4, 3, bool(stream), block_m=m)
             if n % 64 == 0 and (stream or splits == 1):
                 got = row_ops.linear(x, weight, workspace, norm=norm, glu=True, plan=plan)
                 wide = twin(row_ops.linear, x, weight, None, norm=wide_norm, glu=True)
@@ -60,6 +66,25 @@ def check_linear(device, dtype, tolerance):
             close(first.cpu(), expected, tolerance)
             assert torch.equal(first, second)  # whatever the order of arrival
             assert not workspace.counters.any()
+            if m is not None:  # tiles of rows: a row is the same by itself
+                last = row_ops.linear(x[-1:], weight, workspace, residual=residual[-1:], plan=plan)
+                assert torch.equal(last, first[-1:])
+
+
+def check_head(device, dtype, tolerance):
+    """An LM head in turns of a few programs; on a GPU in fp8, too."""
+    torch.manual_seed(5)
+    for rows, n, k in [(1, 500, 80), (15, 3000, 288), (33, 257, 64), (64, 130, 1056)]:
+        x = torch.randn(rows, k, device=device, dtype=dtype)
+        weight = torch.randn(n, k, device=device, dtype=dtype) / k**0.5
+        got = row_ops._stream_head(x, weight, dtype)
+        close(got.cpu(), twin(row_ops.lm_head, x, weight), tolerance)
+        if device == "cuda" and n % 16 == 0 and k % 16 == 0:
+            quantised = row_ops.Fp8Weight.of(weight)
+            q, scale = row_ops.quantise_rows(x)
+            got = row_ops._stream_head(q, quantised.values, dtype, (scale, quantised.scale))
+            wide = [t.cpu().double() for t in (q, scale, quantised.values, quantised.scale)]
+            close(got.cpu(), (wide[0] * wide[1]) @ (wide[2] * wide[3]).t(), tolerance)
 
 
 def check_large_rows(device):
@@ -358,6 +383,8 @@ def check_ends(device):
 
 def check_all(device, dtype, tolerance):
     check_linear(device, dtype, tolerance)
+    if device == "cpu" or (row_ops._streams(torch.device(device)) and dtype != torch.float32):
+        check_head(device, dtype, tolerance)
     check_rows(device, dtype, tolerance)
     for i, shape in enumerate(SHAPES):
         # Every form under the interpreter; on a GPU, where each is a compilation, two a shape, and
