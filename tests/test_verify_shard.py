@@ -375,3 +375,9 @@ def test_bad_arguments(generator):
         verify_shard(
             logits, drafts, partials, rule="token", draft_logits=q, vocab_total=300, **rest
         )
+    with pytest.raises(ValueError, match="draft_logprob: got a tensor, expected None"):
+        q = torch.zeros(2, 3)
+        rest = {k: arguments[k] for k in ("temperature", "seed", "block_start")}
+        verify_shard(
+            logits, drafts, partials, rule="block", draft_logprob=q, vocab_total=300, **rest
+        )

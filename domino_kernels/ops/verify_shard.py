@@ -39,6 +39,7 @@ from domino_kernels.ops.verify import (
 from domino_kernels.ops.verify_checks import (
     MAX_VOCAB,
     ORDERS,
+    VerifyRule,
     check_edits,
     check_rows,
     check_rule,
@@ -276,6 +277,8 @@ def _check_call(
         min_p,
         filter_order,
     )
+    if draft_logprob is not None and code == VerifyRule.BLOCK:
+        raise ValueError(f"{op}: draft_logprob: got a tensor, expected None with rule='block'")
     check_edits(
         op,
         target_logits,
@@ -427,21 +430,20 @@ def _block_stop(chained, laws, masses):
     """
     p, q, coin = laws.unbind()
     mass, rest, covered = masses.unbind()
-    reach, stop = torch.ones_like(p[:, 0]), torch.zeros_like(mass[:, 0])
-    alive = torch.ones_like(chained[:, 0])  # all slots before are drafts of the chain
-    for i in range(p.size(1)):
-        here = chained[:, i]
-        share = (mass[:, i] - covered[:, i]).float() / mass[:, i].float()
-        outside = torch.where(covered[:, i] < mass[:, i], reach * share * 2.0**40, 0.0)
-        z = (rest[:, i] + outside.long()).float() * 2.0**-40
-        below = z + (1.0 - reach)
-        threshold = torch.where(below > 0, z / below, 1.0).where(here, reach)
-        if i > 0:
-            stop = torch.where(alive & (coin[:, i - 1] <= threshold), i, stop)
-        ratio = reach * (p[:, i] / q[:, i])
-        reach = torch.where(ratio < 1.0, ratio, 1.0).where(here, reach)
-        alive = alive & here
-    return stop
+    alive = chained.int().cumprod(-1) > 0  # this slot and all before are drafts of the chain
+    steps = [torch.ones_like(p[:, 0])]
+    for ratio in (p / q).unbind(-1)[:-1]:
+        step = steps[-1] * ratio
+        steps.append(torch.where(step < 1.0, step, 1.0))
+    reach = torch.stack(steps, -1)
+    share = (mass - covered).float() / mass.float()
+    outside = torch.where(covered < mass, reach * share * 2.0**40, 0.0)
+    z = (rest + outside.long()).float() * 2.0**-40
+    below = z + (1.0 - reach)
+    threshold = torch.where(below > 0, z / below, 1.0).where(alive, reach)
+    keeps = alive[:, :-1] & (coin[:, :-1] <= threshold[:, 1:])
+    slots = torch.arange(1, p.size(1), device=p.device)
+    return torch.nn.functional.pad(keeps * slots, (1, 0)).amax(-1)
 
 
 def join_verify_shards(draft_tokens, shards):
