@@ -89,7 +89,7 @@ SPILLS = {
     "verify_chain": 24,  # the walk of the block rule
     # launches of 80 registers, to fit beside the one in front: 620 in fp16, 332 in bf16
     "verify_tree": 620,
-    "verify_cut": 8,  # outside its loops
+    "verify_cut": 160,  # verify_draw by the block rule, around its call; verify_cut 8
     "verify_listed": 40,  # with log-probabilities; without 28
 }
 
