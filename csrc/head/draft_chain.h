@@ -115,9 +115,12 @@ struct DraftChainWorkspace {
 //                        j], and first[1, b] falls to j + 1; otherwise nothing is written
 //   draft_chain_block    round 1: rows with first[1, b] = f < row_done(): tokens and scores of
 //                        draft f - 1 from keys, ++restarts[b]; then on from states[b, f - 1] and
-//                        that token (draft j runs S_j from S_{j-1} and y_j)
+//                        that token (draft j runs S_j from S_{j-1} and y_j). Where most rows of a
+//                        large launch would start again it does nothing, and they go to round 2:
+//                        first[2, b] = f, first[1, b] = row_done()
 //   draft_chain_certify  round 1: drafts first[1, b].. of those rows; first[2, b]
-//   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a draft
+//   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a
+//                        draft; restarts[b] as if no row had left out round 1
 //   draft_chain_rescue   where control->aborted is set: the whole draft of all rows, a block each
 //                        (not behind draft_chain_markov, which is the chain of heads without a GRU)
 //   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits

@@ -25,6 +25,25 @@
 
 namespace domino {
 
+// Where that many rows missed their pools, few of them would be right the second time: the dense
+// steps follow in any case, and a pass over W2 costs the same for all rows as for some.
+__device__ __forceinline__ bool restart_is_vain(int pending, int rows) {
+  return rows > 2 * kColumns && 4 * pending > 3 * rows;
+}
+
+// By all threads of every block of a launch: the rows of round 1 become rows of round 2, once all
+// blocks have seen them. pending: row p.row0 + threadIdx.x is one.
+__device__ __forceinline__ void leave_to_finish(const ChainBlockArgs& p, bool pending, int* last) {
+  if (threadIdx.x == 0) *last = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!*last) return;
+  if (threadIdx.x == 0) p.control->left = 0;
+  if (!pending) return;
+  const int64_t b = p.row0 + threadIdx.x;
+  p.first_of(2)[b] = p.first_of(1)[b];
+  p.first_of(1)[b] = p.row_done();
+}
+
 // kSteps: MMAs that a part of the units takes; kTiles: eights of batch rows in a group; kRank: 0,
 // or the rank in the plain case: 1024 units, greedy, one pool a row, W2's rows in shared memory,
 // base logits of the weights' dtype without edits; kTable: rows of the input table stand for W_ih
@@ -63,12 +82,16 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const int tile_end = min(tile0 + (1 << p.tiles_log), tiles);
   char* const w2_rows = memory + Memory::ids + 2 * all_ids * 4;
 
-  if (p.restart) {  // nothing to do in any group: leave all as it is
+  if (p.restart) {
     previous_launch_done();
+    const int all_rows = static_cast<int>(
+        min(static_cast<int64_t>(p.chain_blocks / kGroup * p.group_rows), p.batch - p.row0));
     const int64_t b = p.row0 + threadIdx.x;
-    const bool pending = threadIdx.x < p.chain_blocks / kGroup * p.group_rows && b < p.batch &&
-                         p.first_of(1)[b] < p.row_done();
-    if (!__syncthreads_or(pending)) return;
+    const bool pending = threadIdx.x < all_rows && p.first_of(1)[b] < p.row_done();
+    const int count = __syncthreads_count(pending);
+    if (count == 0) return;  // nothing to do in any group: leave all as it is
+    if (restart_is_vain(count, all_rows))
+      return leave_to_finish(p, pending, reinterpret_cast<int*>(memory));
   }
   if constexpr (!kTable) {
     if (blockIdx.x >= p.chain_blocks) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "head/chain_math.cuh"
+#include "head/chain_pool.h"
 #include "head/draft_chain_certify.cuh"
 #include "head/vocab_sweep.cuh"
 
@@ -49,6 +50,14 @@ __device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t cou
   }
   __syncthreads();
   return !leave;
+}
+
+__device__ __forceinline__ bool in_pool(const ChainBlockParams& p, int64_t b, int j, int id) {
+  const int32_t* const pool = p.pool + (b * p.pools + (p.pools > 1 ? j : 0)) * p.pool_size;
+  const int64_t first = PoolGroups(p.pool_size).group_of(id) * kGroupBest;
+  bool found = false;
+  for (int64_t m = first; m < min(first + kGroupBest, p.pool_size); ++m) found |= pool[m] == id;
+  return found;
 }
 
 // 16 rows of w (stride in elements), of 3 gates or 1, times kTiles eights of states: this warp's
@@ -336,6 +345,10 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
     const int64_t at = static_cast<int64_t>(list[n]) * drafts + j;
     p.tokens[at] = key_id(key);
     p.scores[at] = key_value(key);
+    // A row that left out round 1 would have started again behind a winner that its pool lacks.
+    if (p.restarts && p.first_of(1)[list[n]] == p.row_done() &&
+        !in_pool(p, list[n], j, static_cast<int>(key_id(key))))
+      atomicMax(p.restarts + list[n], 2);
   }
   if (threadIdx.x == 0) p.control->left = p.control->arrived = 0;
 }
