@@ -55,6 +55,7 @@ def draft_chain(
     hidden_batch_stride: int,
     hidden_slot_stride: int,
     table: int,
+    screen: int,
     num_active: int,
     temperature: int,
     seed: int,

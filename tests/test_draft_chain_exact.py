@@ -1,4 +1,9 @@
-"""exact=True: winners inside and outside the pool, restarts, the dense finish."""
+"""exact=True: winners inside and outside the pool, restarts, the dense finish.
+
+Blocks with an input table have the int8 screen as well, those without have none.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +19,11 @@ POOL = 128
 
 def make(batch, restarts, device, table=True, dtype=torch.bfloat16):
     block = planted_block(SHAPE, batch, 5, device, restarts=restarts, dtype=dtype)
-    return block._replace(weights=block.weights.with_table()) if table else block
+    return packed(block) if table else block
+
+
+def packed(block):
+    return block._replace(weights=block.weights.with_table().with_screen())
 
 
 def draft(block, *, pool="block", **options):
@@ -63,8 +72,7 @@ def test_a_large_vocabulary(batch, rank, restarts, portable):
     order; a restart is then judged by warpgroups that take turns.
     """
     shape = {"H": 128, "G": 64, "R": rank, "V": 100_003 if batch < 64 else 151_936}
-    block = planted_block(shape, batch, 6, "cuda", restarts=restarts)
-    block = block._replace(weights=block.weights.with_table())
+    block = packed(planted_block(shape, batch, 6, "cuda", restarts=restarts))
     for _ in range(3 if batch < 64 else 10):
         assert torch.equal(draft(block, portable=portable).tokens, block.planted)
 
@@ -84,6 +92,62 @@ def test_the_portable_form_has_the_same_bits(restarts):
     usual, portable = draft(block), draft(block, portable=True)
     for field in ("tokens", "scores", "restarts"):
         assert torch.equal(getattr(portable, field), getattr(usual, field)), field
+
+
+def assert_same_without_screen(block, **options):
+    bare = block._replace(weights=replace(block.weights, screen=None))
+    screened, plain = draft(block, **options), draft(bare, **options)
+    for field in ("tokens", "scores", "restarts"):
+        # bits: NaN scores count as well
+        actual, expected = getattr(screened, field), getattr(plain, field)
+        assert torch.equal(actual.view(torch.int32), expected.view(torch.int32)), field
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+@pytest.mark.parametrize("batch, rank", [(1, 256), (1, 80), (5, 256), (16, 128), (65, 176)])
+def test_the_screen_changes_no_bit(batch, rank, restarts, dtype):
+    shape = {"H": 128, "G": 64, "R": rank, "V": 20_011}
+    block = packed(planted_block(shape, batch, 7, "cuda", restarts=restarts, dtype=dtype))
+    assert_same_without_screen(block)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 0.2, 1e-4])
+@pytest.mark.parametrize("batch", [1, 8, 40])
+def test_the_screen_changes_no_bit_where_winners_lead_by_little(batch, scale):
+    """Random logits: with the scale goes what the correction decides, down to ties."""
+    shape = {"H": 128, "G": 64, "R": 64, "V": 20_011}
+    block = planted_block(shape, batch, 8, "cuda")
+    draw = torch.Generator("cuda").manual_seed(batch)
+    block.base.normal_(generator=draw).mul_(2)
+    if scale < 1e-3:
+        block.base.round_()
+    block.weights.w2.normal_(generator=draw).mul_(scale)
+    assert_same_without_screen(packed(block))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 9, 40])
+def test_the_screen_changes_no_bit_where_weights_and_inputs_are_odd(batch):
+    shape = {"H": 128, "G": 64, "R": 32, "V": 9_001}
+    block = planted_block(shape, batch, 9, "cuda", restarts=1)
+    w2, nan, inf = block.weights.w2, float("nan"), float("inf")
+    w2[128:400] = 0
+    w2[500] = 1e-30
+    w2[600, 3], w2[900, 4], w2[1200, 5] = nan, inf, -inf
+    w2[1500], w2[1800:1803] = 3e38, -3e38
+    w2[2100:2400] = 0.25  # ties
+    w2[2600, 7] = 1000
+    block.hidden[0, 3] = nan  # u of a slot
+    if batch > 1:
+        block.hidden[1, 2] = 1e38
+        block.hidden[2] = 0
+        block.base[3, 4] = -inf
+        block.base[4, 5] = nan
+        block.base[5, 6, 7000] = inf
+    assert_same_without_screen(packed(block))
 
 
 @pytest.mark.gpu
@@ -128,7 +192,7 @@ def test_graph_replays_go_from_no_restart_to_many(graph_replay):
     for block in blocks:  # other logits and other weights behind the same addresses
         for target, source in zip((base, hidden, anchor), block[:3], strict=True):
             target.copy_(source)
-        for name in ("w_ih", "w_hh", "w1", "w2", "embedding", "table"):
+        for name in ("w_ih", "w_hh", "w1", "w2", "embedding", "table", "screen"):
             getattr(weights, name).copy_(getattr(block.weights, name))
         replay()
         assert torch.equal(out.tokens, block.planted)

@@ -28,7 +28,7 @@ def draft_chain(dtype, shift_label, hidden=8, units=4, rank=6):
     outputs = torch.zeros(batch, drafts, dtype=torch.int64), torch.zeros(batch, drafts)
     outputs += (torch.zeros(batch, dtype=torch.int32), None, None, None, None)
     anchor = torch.tensor([0, 10])
-    optional = (None,) * 7  # table, temperature, seed, block_start, num_active, mask, bias
+    optional = (None,) * 8  # table, screen, temperature, seed, block_start, num_active, mask, bias
     settings = (shift_label, 1, True, False, 5, False, vocab)
     return (base, rows, anchor, *weights, 0, *optional, *settings, workspace, *outputs)
 
@@ -37,13 +37,13 @@ def drawn_chain():
     sizes = 16, 16, 16  # a GPU draws in the block form alone, which takes multiples of 16
     *inputs, workspace, tokens, scores, restarts = draft_chain(torch.bfloat16, True, *sizes)[:-4]
     warm, number = torch.tensor([0.0, 0.7]), torch.arange(2)
-    inputs[10:13] = warm, number, number
-    inputs[13:16] = (
+    inputs[11:14] = warm, number, number
+    inputs[14:17] = (
         torch.tensor([1], dtype=torch.int32),
         torch.full((2, 1), -1).int(),
         torch.ones(2, 11),
     )
-    inputs[18] = False
+    inputs[19] = False
     pool = torch.zeros(2, 3, 5, dtype=torch.int32), torch.zeros(2, 3, 5)
     law = torch.zeros(2, 3), *pool, torch.zeros(2, 3, 11)
     return (*inputs, workspace, tokens, scores, restarts, *law)
@@ -117,7 +117,7 @@ def grow_tree(root):
 
 def draft_chain_triton(dtype, exact):
     arguments = draft_chain(dtype, True)
-    memory = arguments[23:27]  # workspace, tokens, scores, restarts
+    memory = arguments[24:28]  # workspace, tokens, scores, restarts
     return (*arguments[:8], None, True, 1, exact, 4, *memory)
 
 

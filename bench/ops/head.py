@@ -64,7 +64,7 @@ def gru_step_case(model, batch):
 
 
 class Operands(NamedTuple):
-    """What ours and the peers get. `with_table` are the same weights and the input table.
+    """What ours and the peers get. `with_table`: the weights, input table and screen.
 
     plan, out: memory of a call of ours in each mode: mode -> ChainPlan, DraftResult.
     law: [B] temperatures, seeds and positions of a drawn block.
@@ -194,7 +194,7 @@ def make_operands(model, batch, restarts, device, seed):
     return Operands(
         *block[:4],
         peers.prepare(block.weights),
-        block.weights.with_table(),
+        block.weights.with_table().with_screen(),
         ChainPlan(block.weights, batch, **options),
         ChainPlan(block.weights, batch, **options, backend="triton"),
         DraftResult.empty(block.weights, batch, **options),

@@ -59,6 +59,16 @@ __device__ __forceinline__ void mma_first_16x8x16<f16>(float (&d)[4], uint32_t a
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
+// The same of int8 with int32 sums, m16n8k32: a and b hold 4 elements a register,
+//   a: rows g, g + 8, g, g + 8;  k = 4t .. 4t + 3 (first two) and 4t + 16 .. (last two)
+//   b: column g;                 k likewise
+__device__ __forceinline__ void mma_16x8x32(int (&d)[4], const uint4& a, const uint2& b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+
 // Fragment a of 16 rows and 16 k from shared memory: `at` is for lane l the 16 bytes of row l % 16,
 // of k from 8 (l / 16) on. The compiler may move it wherever `at` and `when` are known: only for
 // memory that changes no more.

@@ -66,6 +66,29 @@ __device__ __forceinline__ void wgmma_64x112x16<f16>(float (&d)[56], uint64_t a,
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
+// The same of int8 with int32 sums, m64n112k32: a of the rows in registers, as load_matrices()
+// gives the 16 rows of a warp and 32 k. d and a stay as they are until wgmma_wait.
+__device__ __forceinline__ void wgmma_64x112x32(int (&d)[56], const uint4& a, uint64_t b,
+                                                bool add) {
+  asm volatile(
+      "{ .reg .pred add; setp.ne.b32 add, %61, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "
+      "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, "
+      "{%56, %57, %58, %59}, %60, add; }"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]),
+        "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]),
+        "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]),
+        "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]),
+        "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31]), "+r"(d[32]), "+r"(d[33]), "+r"(d[34]),
+        "+r"(d[35]), "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39]), "+r"(d[40]), "+r"(d[41]),
+        "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]), "+r"(d[48]),
+        "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(add)));
+}
+
 // Before the first step: what registers hold is visible to the tensor cores.
 __device__ __forceinline__ void wgmma_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -82,6 +105,12 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Code that reads d stays behind, or in front of, this place.
+template <int kCount>
+__device__ __forceinline__ void wgmma_pin(int (&d)[kCount]) {
+#pragma unroll
+  for (int& x : d) asm volatile("" : "+r"(x)::"memory");
+}
+
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll

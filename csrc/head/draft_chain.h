@@ -53,6 +53,7 @@ struct DraftChainParams {
   int64_t hidden_slot_stride;
   // optional inputs, 0 where absent
   const void* table;           // [vocab, units / 16, 3, 16]: E W_ih^T, packed; 0: W_ih E[y] a step
+  const void* screen;          // chain_screen.h: W2 in int8; 0: certify reads W2 itself
   const int32_t* num_active;   // [1]: rows from it on are left alone
   const float* temperature;    // [batch]: 0 = greedy; with it seed and block_start
   const int64_t* seed;         // [batch]

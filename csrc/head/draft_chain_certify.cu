@@ -9,6 +9,8 @@ namespace {
 
 constexpr int64_t kMemory = 226 << 10;  // bytes of shared memory of a processor that blocks may use
 
+constexpr int64_t kScreenMemory = 227 << 10;  // likewise, for a block of a processor of its own
+
 template <class... Args>
 int launch(void (*kernel)(ChainBlockParams, Args...), const ChainBlockParams& p, LaunchShape shape,
            cudaStream_t stream, const Args&... args) {
@@ -41,19 +43,70 @@ int launch_wide(const ChainBlockParams& p, int round, int processors, cudaStream
   return launch(chain_certify_wide<T, kChain>, p, shape, stream, map, round, most, stages);
 }
 
-// One batch row of up to 16 columns.
-template <class T, int kChain>
-int launch_few(const ChainBlockParams& p, int round, int processors, cudaStream_t stream) {
-  constexpr int kAlign = 1024, kStage = kChain * kFewRows * kTileWidth * 2;
-  const int stages = std::min<int>(kFewStages, (kMemory - kAlign - sizeof(FewMemory)) / kStage);
-  CUtensorMap map;
-  if (const int status = make_tile_map(&map, p.w2, p.dtype, p.vocab, p.rank, kFewRows);
+// Tiles of W2's rows of a block at most, whichever rows of the batch are pending; 0: no block left.
+int screen_rounds(const ChainBlockParams& p, int64_t units, int tiles, int processors) {
+  int64_t fewest = processors;  // blocks of a part
+  for (int64_t n = 1; n <= units; ++n) {
+    const int64_t parts = ceil_div<int64_t>(n, tiles);
+    if (parts > processors) return 0;
+    fewest = std::min(fewest, 1 + (processors - parts) * (n / parts) / n);
+  }
+  return fewest > 0 ? ceil_div<int64_t>(ceil_div<int64_t>(p.vocab, kPoolTile), fewest) : 0;
+}
+
+// Does nothing, not *done, where shared memory has no room.
+template <class T, int kTiles, int kPieces>
+int launch_screen(const ChainBlockParams& p, int round, int processors, bool* done,
+                  cudaStream_t stream) {
+  constexpr int kAlign = 1024;
+  const int64_t units = ceil_div<int64_t>(p.batch * p.corrected(), kWgmmaColumns);
+  const int rounds = screen_rounds(p, units, kTiles, processors);
+  if (rounds == 0) return kOk;
+  int stages = kScreenStages;
+  while (ScreenMemory(p.rank, p.batch, kTiles, rounds, stages).bytes + kAlign > kScreenMemory)
+    if (--stages < 2) return kOk;
+  *done = true;
+  CUtensorMap map;  // int8 as 16-bit elements
+  if (const int status =
+          make_tile_map(&map, p.screen, DType::kBF16, p.vocab, p.rank / 2, kPoolTile);
       status != kOk)
     return status;
+  LaunchShape shape{dim3(processors), kScreenThreads};
+  shape.shared = ScreenMemory(p.rank, p.batch, kTiles, rounds, stages).bytes + kAlign;
+  shape.overlap = true;
+  return launch(chain_certify_screen<T, kTiles, kPieces>, p, shape, stream, map, round, rounds,
+                stages);
+}
+
+template <class T>
+int launch_screen(const ChainBlockParams& p, int round, int processors, bool* done,
+                  cudaStream_t stream) {
+  const int64_t units = ceil_div<int64_t>(p.batch * p.corrected(), kWgmmaColumns);
+  const auto run = [&](auto pieces) {
+    constexpr int kPieces = decltype(pieces)::value;
+    const auto kernel = units == 1   ? launch_screen<T, 1, kPieces>
+                        : units == 2 ? launch_screen<T, 2, kPieces>
+                                     : launch_screen<T, kMostScreenTiles, kPieces>;
+    return kernel(p, round, processors, done, stream);
+  };
+  return p.rank <= kPieceWidth ? run(std::integral_constant<int, 1>{})
+                               : run(std::integral_constant<int, 2>{});
+}
+
+// One batch row of up to 16 columns.
+template <class T, int kPieces, bool kScreen>
+int launch_few(const ChainBlockParams& p, int round, int processors, cudaStream_t stream) {
+  constexpr int kAlign = 1024, kStage = kPieces * kFewRows * kTileWidth * 2;
+  const int stages = std::min<int>(kFewStages, (kMemory - kAlign - sizeof(FewMemory)) / kStage);
+  CUtensorMap map;
+  const int status =
+      kScreen ? make_tile_map(&map, p.screen, DType::kBF16, p.vocab, p.rank / 2, kFewRows)
+              : make_tile_map(&map, p.w2, p.dtype, p.vocab, p.rank, kFewRows);
+  if (status != kOk) return status;
   LaunchShape shape{dim3(processors), kFewThreads};
   shape.shared = kAlign + stages * kStage + sizeof(FewMemory);
   shape.overlap = true;
-  return launch(chain_certify_few<T, kChain>, p, shape, stream, map, round, stages);
+  return launch(chain_certify_few<T, kPieces, kScreen>, p, shape, stream, map, round, stages);
 }
 
 // blocks: of a processor
@@ -82,13 +135,23 @@ int launch(const ChainBlockParams& p, int round, cudaStream_t stream) {
   if (const int status = current_device(&device); status != kOk) return status;
   const bool overlap = device.major >= 9 && !p.portable;
   if (overlap && device.major == 9) {
+    const bool few = p.batch == 1 && p.corrected() <= kFewColumns;
+    const bool screen = p.screen != nullptr && is_aligned(p.screen, 16);
+    if (screen && few)
+      return p.rank <= kPieceWidth ? launch_few<T, 1, true>(p, round, device.processors, stream)
+                                   : launch_few<T, 2, true>(p, round, device.processors, stream);
+    if (screen) {
+      bool done = false;
+      const int status = launch_screen<T>(p, round, device.processors, &done, stream);
+      if (done || status != kOk) return status;
+    }
     constexpr decltype(&launch_wide<T, 1>) kLaunch[] = {launch_wide<T, 1>, launch_wide<T, 2>,
                                                         launch_wide<T, 3>, launch_wide<T, 4>};
-    constexpr decltype(&launch_few<T, 1>) kFew[] = {launch_few<T, 1>, launch_few<T, 2>,
-                                                    launch_few<T, 3>, launch_few<T, 4>};
-    if (p.batch == 1 && p.corrected() <= kFewColumns)
-      return kFew[ceil_div<int64_t>(p.rank, 64) - 1](p, round, device.processors, stream);
-    return kLaunch[ceil_div<int64_t>(p.rank, 64) - 1](p, round, device.processors, stream);
+    constexpr decltype(&launch_wide<T, 1>) kFew[] = {
+        launch_few<T, 1, false>, launch_few<T, 2, false>, launch_few<T, 3, false>,
+        launch_few<T, 4, false>};
+    return (few ? kFew : kLaunch)[ceil_div<int64_t>(p.rank, 64) - 1](p, round, device.processors,
+                                                                     stream);
   }
   const auto run = [&](auto known) {
     constexpr int kRank = decltype(known)::value;

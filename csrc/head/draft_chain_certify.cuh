@@ -191,17 +191,21 @@ struct CertifyShare {
   int turn, turns;  // of the blocks of this part, in groups of W2 rows
 
   __device__ __forceinline__ CertifyShare(int all, int unit, int most) {
-    const int units = ceil_div(all, unit), of_part = ceil_div(units, ceil_div(units, most / unit));
+    const int units = ceil_div(all, unit), parts = ceil_div(units, most / unit);
     const int blocks = gridDim.x;
-    const auto end_of = [&](int part) { return min(units, (part + 1) * of_part); };
+    const auto end_of = [&](int part) { return (part + 1) * units / parts; };
+    // every part has a block, the others go by its tiles
+    const auto blocks_to = [&](int part) {
+      return part < 0 ? 0 : part + 1 + (blocks - parts) * end_of(part) / units;
+    };
     int part = 0;
-    while (blocks * end_of(part) / units <= static_cast<int>(blockIdx.x)) ++part;
-    const int begin = blocks * part * of_part / units;
-    first = part * of_part * unit;
-    tiles = end_of(part) - part * of_part;
+    while (blocks_to(part) <= static_cast<int>(blockIdx.x)) ++part;
+    const int begin = end_of(part - 1);
+    first = begin * unit;
+    tiles = end_of(part) - begin;
     columns = min(all - first, tiles * unit);
-    turns = blocks * end_of(part) / units - begin;
-    turn = blockIdx.x - begin;
+    turn = blockIdx.x - blocks_to(part - 1);
+    turns = blocks_to(part) - blocks_to(part - 1);
   }
 };
 

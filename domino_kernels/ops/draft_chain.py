@@ -120,6 +120,7 @@ def _launch(
     embedding,
     low_rank,
     table,
+    screen,
     temperature,
     seed,
     block_start,
@@ -172,6 +173,7 @@ def _launch(
         w2=w2.data_ptr(),
         embedding=embedding.data_ptr(),
         table=0 if table is None else table.data_ptr(),
+        screen=0 if screen is None else screen.data_ptr(),
         temperature=0 if temperature is None else temperature.data_ptr(),
         seed=0 if seed is None else seed.data_ptr(),
         block_start=0 if block_start is None else block_start.data_ptr(),
@@ -209,8 +211,9 @@ def _launch(
 
 _draft_chain = define(
     "draft_chain(Tensor base_logits, Tensor? hidden, Tensor anchor, Tensor? w_ih, Tensor? w_hh, "
-    "Tensor? w1, Tensor w2, Tensor embedding, int low_rank, Tensor? table, Tensor? temperature, "
-    "Tensor? seed, Tensor? block_start, Tensor? num_active, Tensor? mask, Tensor? bias, "
+    "Tensor? w1, Tensor w2, Tensor embedding, int low_rank, Tensor? table, Tensor? screen, "
+    "Tensor? temperature, Tensor? seed, Tensor? block_start, Tensor? num_active, Tensor? mask, "
+    "Tensor? bias, "
     "bool shift_label, int pure_draft_prefix_len, bool exact, bool portable, int pool_size, "
     "bool slot_pools, int vocab_valid, Tensor(a!) workspace, Tensor(b!) tokens, Tensor(c!) scores, "
     "Tensor(d!) restarts, Tensor(e!)? log_probs, Tensor(f!)? pool_ids, Tensor(g!)? pool_logits, "
@@ -526,6 +529,7 @@ def draft_chain_out(
         weights.embedding,
         LOW_RANK[weights.low_rank],
         weights.table,
+        weights.screen,
         temperature,
         seed,
         block_start,

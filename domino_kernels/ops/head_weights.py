@@ -18,8 +18,13 @@ TOKEN_GRU_NAMES = PUBLIC_NAMES | {"w1": "rank_proj.weight", "w2": "low_rank_lm_h
 MARKOV_NAMES = {"embedding": "markov_head.markov_w1.weight", "w2": "markov_head.markov_w2.weight"}
 GATED_MARKOV_NAMES = MARKOV_NAMES | {"w1": "markov_head.gate_proj.weight"}
 
-_TABLE_ROWS = 16384  # of the embedding at a time: what with_table() needs besides the table
+_ROWS = 16384  # of a weight at a time: what with_table() and with_screen() need besides the result
 _UNITS = 16  # units whose three gates stand together in the table: those of a block of the kernel
+
+# csrc/head/chain_screen.h: ids of a tile, its bytes behind the int8 rows, and the magnitudes
+# between which rows are quantised
+_SCREEN_IDS, _SCREEN_BYTES = 128, 16
+_SCREEN_SMALLEST, _SCREEN_LARGEST = 1e-12, 1e17
 
 LOW_RANK = {"silu": 0, "linear": 1, "gate": 2, "row": 3}  # LowRank of csrc/head/low_rank.h
 
@@ -41,6 +46,14 @@ class HeadWeights:
     `with_table()` adds the GRU's input product of every id, E W_ih^T: draft_chain then reads a row
     of it a step instead of W_ih. It takes V * 3G elements: 890 MiB for Qwen3-8B, 72 for SmolLM2.
 
+    `with_screen()` adds W2 in int8 with a bound on what that loses. An exact draft_chain on sm_90
+    then reads W2 itself only where an id may win; the ids are the same. It takes V * R bytes and 16
+    for every 128 ids: 37.1 MiB for Qwen3-8B, 4.5 for SmolLM2.
+
+    Both are of the weights as they are at that time: who writes to `embedding` or `w_ih`, or to
+    `w2`, in place, or puts others in their place (`replace`), has to make them again; for a
+    captured graph, `copy_` the new one into the old.
+
     A scale of the correction (DeLS-Spec mixes the local logits with a weight) belongs into w2.
 
     Args:
@@ -54,6 +67,7 @@ class HeadWeights:
             the head's own table of tokens.
         low_rank: "silu", "linear", "gate" or "row".
         table: [V, G / 16, 3, 16] or None: from `with_table()`.
+        screen: [V * R + 16 * ceil(V / 128)] int8 or None: from `with_screen()`.
 
     Raises:
         TypeError, ValueError: a tensor does not fit the others.
@@ -69,6 +83,7 @@ class HeadWeights:
     embedding: torch.Tensor
     low_rank: str = "silu"
     table: torch.Tensor | None = None
+    screen: torch.Tensor | None = None
 
     def __post_init__(self):
         op = "HeadWeights"
@@ -111,6 +126,9 @@ class HeadWeights:
                 object.__setattr__(self, name, value)
             checks.tensor(op, name, value, shape, dtype, device)
             checks.contiguous(op, name, value)
+        if self.screen is not None:
+            size = (_screen_bytes(op, self),)
+            checks.tensor(op, "screen", self.screen, size, torch.int8, device)
 
     @classmethod
     def from_state_dict(cls, state_dict, embedding=None, *, rank_activation="silu"):
@@ -157,10 +175,40 @@ class HeadWeights:
             raise ValueError(f"HeadWeights: with_table: got low_rank={self.low_rank!r}: no GRU")
         shape = self.vocab_size, _table_groups("HeadWeights", self.gru_size), 3, _UNITS
         table = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for rows, out in zip(self.embedding.split(_TABLE_ROWS), table.split(_TABLE_ROWS)):
+        for rows, out in zip(self.embedding.split(_ROWS), table.split(_ROWS)):
             product = rows @ self.w_ih.T
             out.copy_(product.view(len(rows), 3, -1, _UNITS).transpose(1, 2))
         return replace(self, table=table)
+
+    def with_screen(self):
+        """These weights with W2 in int8, one scale for 128 ids, and what bounds the difference.
+
+        Behind the rows stand, for each 128 ids, four float32: 1 / scale; the largest |w - scale q|
+        + 2^-12 |w| and the largest |scale q| of a row (2-norms, rounded up; the 2^-12 is for what
+        tensor cores round in W2 u); 0. Both are infinite where a weight is not below 1e17.
+        """
+        size, own = _screen_bytes("HeadWeights", self), self.w2.numel()
+        screen = torch.zeros(size, dtype=torch.int8, device=self.device)
+        rows, tiles = screen.split((own, size - own))
+        rows, tiles = rows.view_as(self.w2), tiles.view(torch.float32).view(-1, 4)
+        for some, out, to in zip(
+            self.w2.split(_ROWS), rows.split(_ROWS), tiles.split(_ROWS // _SCREEN_IDS)
+        ):
+            w = some.new_zeros(len(to), _SCREEN_IDS, self.rank, dtype=torch.float64)
+            w.view(-1, self.rank)[: len(some)] = some
+            most = w.abs().amax((1, 2), keepdim=True)  # NaN where a weight is
+            fits = most <= _SCREEN_LARGEST
+            scaled = fits & (most >= _SCREEN_SMALLEST)
+            inverse = torch.where(scaled, 127 / most, 1.0).float().double()
+            q = (w * inverse).round_().clamp_(-127, 127)
+            q = torch.where(fits, q, 0.0)
+            out.copy_(q.view(-1, self.rank)[: len(some)])
+            q /= inverse
+            residue = (w - q).norm(dim=2) + w.norm(dim=2) * 2**-12
+            bounds = torch.stack((residue.amax(1), q.norm(dim=2).amax(1)), 1) * (1 + 2**-20)
+            to[:, :1] = inverse[:, 0]
+            to[:, 1:3] = torch.where(fits[:, 0], bounds, torch.inf)
+        return replace(self, screen=screen)
 
     @property
     def vocab_size(self):
@@ -207,11 +255,12 @@ class HeadWeights:
         mib = lambda *some: sum(t.nbytes for t in some if t is not None) / 2**20  # noqa: E731
         own = mib(self.w_ih, self.w_hh, self.w1, self.w2)
         table = "" if self.table is None else f" + {mib(self.table):.1f} MiB input table"
+        screen = "" if self.screen is None else f" + {mib(self.screen):.1f} MiB int8 W2"
         shared = mib(self.embedding) if self.recurrent else 0.0
         return (
             f"HeadWeights({self.low_rank}, V={self.vocab_size}, H={self.hidden_size}, "
             f"G={self.gru_size}, R={self.rank}, {str(self.dtype).removeprefix('torch.')}, "
-            f"{self.device}, {own + mib(self.embedding) - shared:.1f} MiB{table} + "
+            f"{self.device}, {own + mib(self.embedding) - shared:.1f} MiB{table}{screen} + "
             f"{shared:.1f} MiB embedding of the target)"
         )
 
@@ -220,3 +269,13 @@ def _table_groups(op, units):
     if units % _UNITS:
         raise ValueError(f"{op}: table: got G={units}, expected a multiple of {_UNITS}")
     return units // _UNITS
+
+
+def _screen_bytes(op, weights):
+    vocab, rank = weights.w2.shape
+    if rank % 16 or rank > 256 or weights.dtype == torch.float32:
+        raise ValueError(
+            f"{op}: screen: got R={rank}, {weights.dtype}, expected a multiple of 16 up to 256 and "
+            f"torch.float16 or torch.bfloat16"
+        )
+    return vocab * rank + -(-vocab // _SCREEN_IDS) * _SCREEN_BYTES

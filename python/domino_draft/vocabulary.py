@@ -60,7 +60,10 @@ class DraftVocabulary:
                 w2=self._kept(weights.w2, places),
                 embedding=self._kept(weights.embedding, places),
                 table=table,
+                screen=None,
             )
+            if weights.screen is not None:
+                self.weights = self.weights.with_screen()
 
     def _kept(self, rows: Tensor, places: int) -> Tensor:
         out = rows.new_zeros(places, *rows.shape[1:])
