@@ -88,8 +88,8 @@ SPILLS = {
     "draft_chain_pool": 16,
     "draft_chain_team": 12,  # the general form
     "verify_chain": 24,  # the walk of the block rule
-    # launches of 80 registers, to fit beside the one in front: 620 in fp16, 332 in bf16
-    "verify_tree": 620,
+    # launches of 80 registers, to fit beside the one in front: 604 in fp16, 312 in bf16
+    "verify_tree": 604,
     "verify_cut": 160,  # verify_draw by the block rule, around its call; verify_cut 8
     "verify_listed": 40,  # with log-probabilities; without 28
 }

@@ -15,14 +15,14 @@ struct Mailbox {
   // By one thread, before the first barrier of the cluster.
   __device__ __forceinline__ void open() { make_barrier(address()); }
 
-  // `words` to all blocks of the cluster, to `to`, a variable in shared memory. By a whole warp,
-  // all of whose lanes have the same words.
+  // `words` to all blocks of the cluster, or to the first `blocks`, to `to`, a variable in shared
+  // memory. By a whole warp, all of whose lanes have the same words.
   template <int kWords>
   __device__ __forceinline__ void send(const RowCluster& cluster, void* to,
-                                       const uint64_t (&words)[kWords]) {
+                                       const uint64_t (&words)[kWords], int blocks = 16) {
     static_assert(kWords == 1 || kWords % 2 == 0);
     const int lane = threadIdx.x % kWarpSize;
-    if (lane >= cluster.size) return;
+    if (lane >= min(cluster.size, blocks)) return;
     if (alone(cluster)) {
 #pragma unroll
       for (int n = 0; n < kWords; ++n) static_cast<uint64_t*>(to)[n] = words[n];

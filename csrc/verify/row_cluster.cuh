@@ -45,6 +45,27 @@ struct RowCluster {
     __syncthreads();
   }
 
+  // sync_shared() in two halves, for all threads of a block, which meet in between: what they wrote
+  // to their own shared memory before the first is there for all blocks behind the second.
+  __device__ __forceinline__ void arrive_shared() const {
+#if __CUDA_ARCH__ >= 900
+    if (size == 1) return;
+    asm volatile(
+        "fence.release.sync_restrict::shared::cta.cluster;\n"
+        "barrier.cluster.arrive.relaxed;" ::
+            : "memory");
+#endif
+  }
+  __device__ __forceinline__ void wait_shared() const {
+#if __CUDA_ARCH__ >= 900
+    if (size == 1) return;
+    asm volatile(
+        "barrier.cluster.wait;\n"
+        "fence.acquire.sync_restrict::shared::cluster.cluster;" ::
+            : "memory");
+#endif
+  }
+
   // All threads of all blocks have come: a block ends when no other reads its shared memory any
   // more. Of what has been written it says nothing.
   __device__ __forceinline__ void meet() const {

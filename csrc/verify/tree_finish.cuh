@@ -36,50 +36,41 @@ struct TreeWeights {
   }
 };
 
-// Where a walk by traversal ends.
-struct alignas(16) WalkEnd {
-  NodeRecord record;
-  int32_t node, last;  // last: its index in the path
-  uint32_t status, unused;
-};
-static_assert(sizeof(WalkEnd) == 64);
-
 // Behind it in shared memory, from sm_90 on: ChunkStats[row_chunks].
 struct alignas(16) TreeFinishShared {
   SharedTree tree;
   float coins[kMaxTreeNodes];  // VERIFY_COIN n
-  SharedChildren children;     // logit: in the end the log-probability of each node's token
+  SharedChildren children;
+  float logprob[kMaxTreeNodes];  // of each node's token, in the first block
   union {
     SharedPools pools;
     SharedTaken taken;
   };
   int32_t step[kMaxTreeNodes];
-  uint32_t start[kMaxTreeNodes];  // these three of traversal, in the first block
-  float keep[kMaxTreeNodes];
-  float child_p[kMaxTreeNodes];
-  WalkEnd end;
-  Mailbox ended, chunks;
+  SharedTraversal traversal;
+  NodeRecord judged[kWalkWarps];  // of traversal, where a warp has one node at most
+  Mailbox chunks;
   SharedRace race;
   int16_t path[kMaxTreeNodes];
   RowStats leaf;
-  uint32_t status;
-  int ticket;
 };
 
-// The steps to the first kept node in post-order: the way down to it by least children. start(n):
-// with which probability node n is reached; keep(n): and kept. All threads of a block;
-// synchronises.
-template <class Start, class Keep>
-__device__ __forceinline__ void find_steps(TreeFinishShared* shared, Start start, Keep keep) {
+// The steps to the first kept node in post-order: the way down to it by least children. All threads
+// of a block; synchronises.
+__device__ __forceinline__ void find_steps(TreeFinishShared* shared) {
   const SharedTree& tree = shared->tree;
+  const SharedTraversal& traversal = shared->traversal;
 #pragma unroll 1
   for (int n = threadIdx.x; n < tree.nodes; n += blockDim.x) shared->step[n] = kNoStep;
   __syncthreads();
 #pragma unroll 1
   for (int n = threadIdx.x; n < tree.nodes; n += blockDim.x) {
-    if (n == 0 || !(start(n) > 0.0f) || !(shared->coins[n - 1] <= keep(n))) continue;
+    const float start = __uint_as_float(traversal.start[n]);
+    const float keep = tree.inner.has(n) ? traversal.keep[n] : start;
+    if (n == 0 || !(start > 0.0f) || !(shared->coins[n - 1] <= keep)) continue;
 #pragma unroll 1
-    for (int m = n; m > 0; m = tree.parent[m]) atomicMin(&shared->step[tree.parent[m]], m);
+    for (int m = n; m > 0; m = tree.parent[m])  // whoever marks a node first goes on
+      if (atomicMin(&shared->step[tree.parent[m]], m) != kNoStep) break;
   }
   __syncthreads();
 }
@@ -117,7 +108,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   }
   ask_for_pools(cluster, r);
   if (threadIdx.x == 0) {
-    shared.ended.open();
+    shared.traversal.status = 0;
     shared.chunks.open();
     shared.race.open();
   }
@@ -130,100 +121,106 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     else
       shared.children.logit[n] = logit;
   });
-  const bool wants_coins = r.rule != TreeRule::kGreedy && r.rule != TreeRule::kMatch;
-#pragma unroll 1
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-    shared.step[n] = kNoStep;
-    if (wants_coins) shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
-  }
-  if (threadIdx.x < r.nodes) shared.children.logit[threadIdx.x] = own_logit;
-  cluster.sync();  // all blocks are there, and their steps
-
   const bool dense = kGeneral && r.uses_draft() && p.draft_logits != nullptr;
   const bool pooled = r.uses_draft() && !dense;
   const bool filtered = kGeneral && r.filters().any(p.vocab);
   const bool greedy = r.rule == TreeRule::kGreedy;
   const float scale = law_scale(r.temperature);
   const int count = pooled ? static_cast<int>(p.pool) : 0;
-  const int workers = SharedPools::most_warps(count);
-  bool waited = false;
-  if (!dense && warp < workers) {
-    const PoolView pool = shared.pools.part(warp, count);
-    float* logprobs = cluster.map(shared.children.logit, 0);
-    for (int k = cluster.rank + cluster.size * warp; k < tree.inner.count;
-         k += cluster.size * workers) {
+  const int workers = SharedPools::most_warps(count), own = cluster.rank + cluster.size * warp;
+  const bool traversal = r.rule == TreeRule::kTraversal;
+  const bool many = tree.inner.count > cluster.size * workers;  // more than a node a warp
+  const bool judges = !dense && warp < workers;
+  const PoolView pool = shared.pools.part(warp, count);
+  const bool wants_coins = !greedy && r.rule != TreeRule::kMatch;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+    shared.step[n] = kNoStep;
+    shared.traversal.start[n] = n == 0                ? __float_as_uint(1.0f)
+                                : tree.parent[n] >= 0 ? kPending
+                                                      : 0u;
+    if (wants_coins) shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
+  }
+  cluster.arrive_shared();
+  if (judges && own < tree.inner.count)
+    prepare_node(r, workspace, tree, tree.inner.at[own], pooled, pool, &shared.children);
+  if (threadIdx.x < r.nodes) shared.children.logit[threadIdx.x] = own_logit;
+  __syncthreads();
+  cluster.wait_shared();  // all blocks are there, and their steps
+  previous_launch_done();
+
+  if (judges) {
+    float* logprobs = cluster.map(shared.logprob, 0);
+    for (int k = own; k < tree.inner.count; k += cluster.size * workers) {
       const int n = tree.inner.at[k];
-      prepare_node(r, workspace, tree, n, pooled, pool, &shared.children);
-      if (!waited) previous_launch_done();
-      waited = true;
+      if (k != own) prepare_node(r, workspace, tree, n, pooled, pool, &shared.children);
       const int64_t row = (first + n) * workspace.row_chunks;
-      uint32_t lane_key;
       NodeRecord record =
-          fresh_record(combine_chunks(workspace.chunks + row, workspace.first + row,
-                                      workspace.row_chunks, scale, greedy, &lane_key),
+          fresh_record(join_chunks(
+                           workspace.row_chunks, scale, greedy, true,
+                           [&](int c) { return load_chunk(workspace.chunks + row + c); },
+                           [&](int c) { return __ldcg(workspace.first + row + c); }),
                        1.0f);
       if (record.stats.faults == 0) {
         if (kGeneral && r.rule == TreeRule::kMatch)
           record.stats.argmax = __ldcg(workspace.drawn + first + n);
         const NodeLaw law(record.stats, r.temperature,
                           filtered ? workspace.filters + first + n : nullptr);
-        judge_node(r, workspace, tree, shared.coins, n, law, pool, shared.children, logprobs,
-                   &record);
+        judge_node(r, tree, shared.coins, n, law, pool, shared.children, logprobs, cluster,
+                   &shared.traversal, &record);
+      } else if (traversal) {
+        tree.for_each_window(n, [&](int c, unsigned mask) {
+          tell_children(cluster, &shared.traversal, c, mask, {0.0f, 0.0f});
+          return true;
+        });
+        if (lane == 0) shared.traversal.outside[n] = kNoLaw;
       }
-      publish_step(cluster, shared.step, n, record.step, record.status);
-      if (lane == 0) workspace.records[first + n] = record;
+      for (int m = lane; traversal && many && m < count; m += kWarpSize) {
+        workspace.pool_p[(first + n) * count + m] = pool.p[m];
+        workspace.pool_q[(first + n) * count + m] = pool.q[m];
+      }
+      if (!traversal) publish_step(cluster, shared.step, n, record.step, record.status);
+      if (lane == 0)
+        (traversal && !many ? shared.judged[warp] : workspace.records[first + n]) = record;
       __syncwarp();
     }
   }
-  if (!waited) previous_launch_done();
-  if (dense)
-    judge_dense(cluster, r, workspace, tree, shared.coins, shared.step, shared.children.logit);
+  if (dense) judge_dense(cluster, r, workspace, tree, shared.coins, shared.step, shared.logprob);
   cluster.sync();
-  const bool traversal = r.rule == TreeRule::kTraversal;
   if (traversal) {
-    if (threadIdx.x == 0) shared.status = 0;
-    if (pooled && cluster.rank == 0) {
-      traverse(r, workspace, tree, &shared.pools, &shared.children, shared.child_p, shared.start,
-               shared.keep, &shared.status, &shared.ticket);
-      find_steps(
-          &shared, [&](int m) { return __uint_as_float(shared.start[m]); },
-          [&](int m) { return shared.keep[m]; });
-    }
-    if (dense) {
-      __syncthreads();
+    if (pooled) {
+      start_first_children(tree, shared.step, &shared.traversal);
+      __syncwarp();
+      for (int k = own; judges && k < tree.inner.count; k += cluster.size * workers) {
+        const int64_t at = first + tree.inner.at[k];
+        for (int m = lane; many && m < count; m += kWarpSize) {
+          pool.p[m] = workspace.pool_p[at * count + m];
+          pool.q[m] = workspace.pool_q[at * count + m];
+        }
+        __syncwarp();
+        NodeRecord record = many ? load_record(workspace.records + at) : shared.judged[warp];
+        traverse_node(cluster, tree, tree.inner.at[k], pool, shared.children, &shared.traversal,
+                      &record);
+        if (lane == 0) workspace.records[at] = record;
+      }
+    } else {
 #pragma unroll 1
       for (int m = threadIdx.x; m < r.nodes; m += blockDim.x) {
         const NodeRecord record = load_record(workspace.records + first + m);
-        shared.start[m] = __float_as_uint(record.start);
-        shared.keep[m] = record.keep;
-        if (record.status != 0) atomicOr(&shared.status, static_cast<uint32_t>(record.status));
+        shared.traversal.start[m] = __float_as_uint(record.start);
+        shared.traversal.keep[m] = record.keep;
+        if (record.status != 0)
+          atomicOr(&shared.traversal.status, static_cast<uint32_t>(record.status));
       }
-      find_steps(
-          &shared, [&](int m) { return __uint_as_float(shared.start[m]); },
-          [&](int m) { return shared.keep[m]; });
     }
+    cluster.sync();
+    find_steps(&shared);
   }
   int n = 0, last = 0;
-  uint32_t status = tree.faults;
+  uint32_t status = tree.faults | (traversal ? shared.traversal.status : 0u);
   NodeRecord record = fresh_record(RowStats{}, 1.0f);
-  if (!(pooled && traversal) || cluster.rank == 0) {
-    if (traversal) status |= shared.status;
-    follow(shared.step, &n, &last, &status, threadIdx.x == 0 ? shared.path : nullptr);
-  }
-  if (pooled && traversal) {  // the first block knows
-    if (cluster.rank == 0 && warp == 0) {
-      WalkEnd end{record, n, last, status, 0};
-      if (tree.inner.has(n)) end.record = load_record(workspace.records + first + n);
-      uint64_t words[sizeof(WalkEnd) / 8];
-      memcpy(words, &end, sizeof(words));
-      shared.ended.send(cluster, &shared.end, words);
-    }
-    shared.ended.wait(cluster, sizeof(WalkEnd));
-    n = shared.end.node;
-    last = shared.end.last;
-    status = shared.end.status;
-    record = shared.end.record;
-  }
+  follow(shared.step, &n, &last, &status, threadIdx.x == 0 ? shared.path : nullptr);
+  __syncthreads();  // the pools are not needed any more
   shared.taken.clear(threadIdx.x, blockDim.x);
   __syncthreads();
 
@@ -232,7 +229,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   RowStats draft{};
   int pool_id = -1;
   float pool_logit = 0.0f;
-  if (!leaf && !(pooled && traversal)) record = load_record(workspace.records + first + n);
+  if (!leaf) record = load_record(workspace.records + first + n);
   if (!leaf && r.uses_draft()) draft = workspace.drafts[first + n];
   if (!leaf && pooled && threadIdx.x < p.pool) {
     pool_id = r.pool_ids(n)[threadIdx.x];
@@ -265,7 +262,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   status |= r.faults | faults;
   const auto emit_nodes = [&] {
     emit_path(r, tree, shared.path, last,
-              [&](int i) { return shared.children.logit[shared.path[i + 1]]; });
+              [&](int i) { return shared.logprob[shared.path[i + 1]]; });
   };
   if (faults != 0) {
     if (cluster.rank != 0) return;

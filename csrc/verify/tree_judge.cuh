@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/copy_async.cuh"
-#include "verify/tree_workspace.cuh"
+#include "verify/tree_path.cuh"
 
 namespace domino {
 
@@ -53,6 +53,15 @@ struct SharedChildren {
   float logit[kMaxTreeNodes];  // of its token, in the parent's target row
   float q[kMaxTreeNodes];      // 0: not to be stepped to
   float left[kMaxTreeNodes];   // mass of q that is not drawn once it and all before it are
+};
+
+// What all blocks of a cluster know of a traversal.
+struct SharedTraversal {
+  float2 law[kMaxTreeNodes];        // p and q of a node at its parent; q 0: not to be stepped to
+  uint32_t start[kMaxTreeNodes];    // with which probability it is reached, kPending until known,
+  float keep[kMaxTreeNodes];        // and, if it has children, kept once they are not
+  uint64_t outside[kMaxTreeNodes];  // of a block's own nodes: of p, outside of the pool
+  uint32_t status;                  // of all nodes that are reached
 };
 
 constexpr int kPoolAhead = 2;  // entries of a lane that are on their way at once
@@ -195,16 +204,26 @@ __device__ __forceinline__ uint32_t go_over(bool child, int x, bool usable, bool
   return ((none & seen) != 0 ? kBadDraftLaw : 0u) | ((bad & seen) != 0 ? kBadId : 0u);
 }
 
+// Tells all blocks the laws of the children in a warp's window.
+__device__ __forceinline__ void tell_children(const RowCluster& cluster, SharedTraversal* traversal,
+                                              int c, unsigned mask, float2 law) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (; mask != 0; mask &= mask - 1) {
+    const int other = __ffs(mask) - 1;
+    const float p = __shfl_sync(kFullMask, law.x, other), q = __shfl_sync(kFullMask, law.y, other);
+    if (lane < cluster.size) *cluster.map(&traversal->law[c - lane + other], lane) = {p, q};
+  }
+}
+
 // The verdict on node n. coins: VERIFY_COIN of every index; logprobs: of the tokens of nodes, where
 // the block that emits them has it. By one warp; the record is complete but for traversal, where it
 // waits for the probability of reaching the node (traverse).
-__device__ __forceinline__ void judge_node(const TreeRequest& r, const TreeWorkspace& workspace,
-                                           const SharedTree& tree, const float* coins, int n,
-                                           const NodeLaw& law, const PoolView& pool,
-                                           const SharedChildren& children, float* logprobs,
-                                           NodeRecord* record) {
+__device__ __forceinline__ void judge_node(const TreeRequest& r, const SharedTree& tree,
+                                           const float* coins, int n, const NodeLaw& law,
+                                           const PoolView& pool, const SharedChildren& children,
+                                           float* logprobs, const RowCluster& cluster,
+                                           SharedTraversal* traversal, NodeRecord* record) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t first = r.b * r.p.width;
   const bool pooled = r.rule == TreeRule::kSiblings || r.rule == TreeRule::kTraversal;
   const uint64_t outside = pooled ? settle_pool(law, pool) : 0;
   Residual state(1.0f);
@@ -246,8 +265,8 @@ __device__ __forceinline__ void judge_node(const TreeRequest& r, const TreeWorks
           return true;
         };
         status |= go_over(child, x, q > 0.0f, &more, step);
-      } else if (child) {
-        workspace.children[first + c] = {p, q, left, 0};
+      } else {
+        tell_children(cluster, traversal, c, mask, {p, q});
       }
     }
     if (child && r.p.chosen_logprob != nullptr) logprobs[c] = law.law.log_probability(logit);
@@ -261,21 +280,20 @@ __device__ __forceinline__ void judge_node(const TreeRequest& r, const TreeWorks
     record->moved = state.moved;
   }
   record->status = static_cast<uint16_t>(status);
-  if (r.rule == TreeRule::kTraversal) {
-    for (int m = lane; m < pool.count; m += kWarpSize) {
-      workspace.pool_p[(first + n) * pool.count + m] = pool.p[m];
-      workspace.pool_q[(first + n) * pool.count + m] = pool.q[m];
-    }
-    if (lane == 0) workspace.outside[first + n] = outside;
-  }
+  if (r.rule == TreeRule::kTraversal && lane == 0) traversal->outside[n] = outside;
 }
 
-// What a node begins with, passed between the warps of a block: kPending until it is known.
+// What a node begins with, passed between the warps of a cluster: kPending until it is known.
 constexpr uint32_t kPending = 0xffffffffu;
 constexpr int kMaxSpins = 1 << 22;
+constexpr uint64_t kNoLaw = ~uint64_t{0};  // as `outside`: the node's row is unusable
 
-__device__ __forceinline__ void set_start(uint32_t* start, float value) {
-  *const_cast<volatile uint32_t*>(start) = __float_as_uint(value);
+// By a whole warp, to all blocks.
+__device__ __forceinline__ void tell_start(const RowCluster& cluster, uint32_t* start,
+                                           float value) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane < cluster.size)
+    *const_cast<volatile uint32_t*>(cluster.map(start, lane)) = __float_as_uint(value);
 }
 // By a whole warp. The parent's warp is at work, so it comes; the bound is for what cannot be.
 __device__ __forceinline__ float wait_start(uint32_t* start) {
@@ -286,107 +304,73 @@ __device__ __forceinline__ float wait_start(uint32_t* start) {
   return word == kPending ? 0.0f : __uint_as_float(word);
 }
 
-// Traversal, by a whole block: the nodes with children in parallel, each by a warp as soon as its
-// parent has said with which probability it is reached. keep: with which it is kept, *all_status:
-// of all that were reached; both in shared memory. Tickets rise with the nodes and a parent has an
-// earlier one than its children, so no warp waits for ever. All that nodes take is fetched
-// beforehand if there is room for all pools. Completes all records.
-__device__ __forceinline__ void traverse(const TreeRequest& r, const TreeWorkspace& workspace,
-                                         const SharedTree& tree, SharedPools* pools,
-                                         SharedChildren* children, float* child_p, uint32_t* start,
-                                         float* keep, uint32_t* all_status, int* ticket) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int count = static_cast<int>(r.p.pool), inner = tree.inner.count;
-  const int64_t first = r.b * r.p.width;
-  const bool ahead = inner * count <= kMaxPool;
+// Behind the barrier that ends all verdicts: what lies on the way down by first children waits for
+// no rejection, so each block says it to itself, by its last warp. All threads of a block.
+__device__ __forceinline__ void start_first_children(const SharedTree& tree, int32_t* step,
+                                                     SharedTraversal* traversal) {
 #pragma unroll 1
-  for (int i = threadIdx.x; ahead && i < inner * count; i += blockDim.x) {
-    const int64_t at = (first + tree.inner.at[i / count]) * count + i % count;
-    pools->p[i] = __ldcg(workspace.pool_p + at);
-    pools->q[i] = __ldcg(workspace.pool_q + at);
+  for (int n = threadIdx.x; n < tree.nodes; n += blockDim.x) {
+    const int above = tree.parent[n];
+    if (above >= 0 && traversal->law[n].y > 0.0f) atomicMin(&step[above], n);
   }
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
-    start[n] = n == 0 ? __float_as_uint(1.0f) : tree.parent[n] >= 0 ? kPending : 0u;
-    const float4 law = __ldcg(reinterpret_cast<const float4*>(workspace.children + first + n));
-    child_p[n] = law.x;
-    children->q[n] = law.y;
-    children->left[n] = law.z;
-  }
-  if (threadIdx.x == 0) *ticket = 0;
   __syncthreads();
-  while (ahead || warp < SharedPools::most_warps(count)) {
-    int k = lane == 0 ? atomicAdd(ticket, 1) : 0;
-    k = __shfl_sync(kFullMask, k, 0);
-    if (k >= inner) break;
-    const int n = tree.inner.at[k];
-    const int64_t at = first + n;
-    NodeRecord* stored = workspace.records + at;
-    const uint32_t faults = __ldcg(&stored->stats.faults);
-    const uint64_t outside = __ldcg(workspace.outside + at);
-    const PoolView pool = pools->part(ahead ? k : warp, count);
-    if (!ahead) {
-      __syncwarp();
-      for (int m = lane; m < count; m += kWarpSize) {
-        pool.p[m] = __ldcg(workspace.pool_p + at * count + m);
-        pool.q[m] = __ldcg(workspace.pool_q + at * count + m);
-      }
-      __syncwarp();
-    }
-    Residual state(-1.0f);  // not asked for yet
-    uint32_t status = 0;
-    float reached = 0.0f;
-    tree.for_each_window(n, [&](int c, unsigned mask) {
-      const bool child = (mask >> lane & 1) != 0;
-      const float p = child ? child_p[c] : 0.0f, q = child ? children->q[c] : 0.0f;
-      const float left = child ? children->left[c] : 0.0f;
-      const int x = child ? tree.token[c] : SharedTree::kPad;
-      bool usable = q > 0.0f && faults == 0;
-      const unsigned all = __ballot_sync(kFullMask, usable);
-      if (child && !usable) set_start(&start[c], 0.0f);
-      if (state.keep < 0.0f) {
-        reached = wait_start(&start[n]);
-        state.keep = reached;
-        // the next level may wait for the first child
-        if (all != 0 && lane == __ffs(all) - 1) set_start(&start[c], state.chance(p, q));
-      } else if (all != 0 && lane == __ffs(all) - 1) {
-        set_start(&start[c], state.keep == 0.0f ? 0.0f : state.chance(p, q));
-      }
-      if (reached == 0.0f) {
-        if (child) set_start(&start[c], 0.0f);
-        return true;
-      }
-      bool more = true, is_first = true;
-      const auto step = [&](int other) {
-        if (state.keep == 0.0f) {
-          if (lane == other) set_start(&start[c], 0.0f);
-          return true;
-        }
-        if (!is_first && lane == other) set_start(&start[c], state.chance(p, q));
-        is_first = false;
-        const float rho = state.next_rho();
-        const uint64_t over = outside + pool.units_over(rho);
-        state.reject(true, rho, from_units(over), __shfl_sync(kFullMask, left, other));
-        return true;
-      };
-      if (faults == 0) status |= go_over(child, x, usable, &more, step);
+  if (threadIdx.x != blockDim.x - kWarpSize) return;
+  float reached = 1.0f;
+#pragma unroll 1
+  for (int n = step[0]; n != kNoStep; n = step[n]) {
+    const float2 law = traversal->law[n];
+    reached = Residual(reached).chance(law.x, law.y);
+    *const_cast<volatile uint32_t*>(&traversal->start[n]) = __float_as_uint(reached);
+  }
+}
+
+// Traversal at node n, once its parent has said with which probability it is reached. A parent
+// comes before its children in the order of each warp's nodes, so no warp waits for ever. By one
+// warp; completes *record.
+__device__ __forceinline__ void traverse_node(const RowCluster& cluster, const SharedTree& tree,
+                                              int n, const PoolView& pool,
+                                              const SharedChildren& children,
+                                              SharedTraversal* traversal, NodeRecord* record) {
+  const int lane = threadIdx.x % kWarpSize;
+  const uint64_t outside = traversal->outside[n];
+  const bool has_law = outside != kNoLaw;
+  const float reached = wait_start(&traversal->start[n]);
+  Residual state(reached);
+  uint32_t status = 0;
+  tree.for_each_window(n, [&](int c, unsigned mask) {
+    const bool child = (mask >> lane & 1) != 0;
+    const float2 law = child ? traversal->law[c] : float2{0.0f, 0.0f};
+    const float left = child ? children.left[c] : 0.0f;
+    const int x = child ? tree.token[c] : SharedTree::kPad;
+    const bool usable = law.y > 0.0f && has_law && reached > 0.0f;
+    for (unsigned none = mask & ~__ballot_sync(kFullMask, usable); none != 0; none &= none - 1)
+      tell_start(cluster, &traversal->start[c - lane + __ffs(none) - 1], 0.0f);
+    if (reached == 0.0f) return true;
+    bool more = true;
+    const auto one = [&](int other) {
+      const float p = __shfl_sync(kFullMask, law.x, other);
+      const float q = __shfl_sync(kFullMask, law.y, other);
+      const bool over = state.keep == 0.0f;
+      tell_start(cluster, &traversal->start[c - lane + other], over ? 0.0f : state.chance(p, q));
+      if (over) return true;
+      const float rho = state.next_rho();
+      const uint64_t units = outside + pool.units_over(rho);
+      state.reject(true, rho, from_units(units), __shfl_sync(kFullMask, left, other));
       return true;
-    });
-    if (lane == 0) {
-      keep[n] = state.keep;
-      if (status != 0) atomicOr(all_status, status);
-      stored->status = static_cast<uint16_t>(status);
-      stored->moved = state.moved;
-      stored->rho = state.rho;
-      stored->mass = state.mass;
-      stored->start = reached;
-      stored->keep = state.keep;
-    }
-    __syncwarp();
+    };
+    if (has_law) status |= go_over(child, x, usable, &more, one);
+    return true;
+  });
+  if (lane < cluster.size) {
+    *cluster.map(&traversal->keep[n], lane) = state.keep;
+    if (status != 0) atomicOr(cluster.map(&traversal->status, lane), status);
   }
-  __syncthreads();
-#pragma unroll 1
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x)
-    if (!tree.inner.has(n)) keep[n] = __uint_as_float(start[n]);
+  record->status = static_cast<uint16_t>(status);
+  record->moved = state.moved;
+  record->rho = state.rho;
+  record->mass = state.mass;
+  record->start = reached;
+  record->keep = state.keep;
 }
 
 }  // namespace domino

@@ -134,6 +134,7 @@ __device__ __forceinline__ unsigned long long warp_least(unsigned long long key)
 struct SharedRace {
   Mailbox winners[2];
   unsigned long long keys[2][16 * kWalkWarps];
+  RowStats leaf;  // of the row, where it is a leaf's
 
   __device__ __forceinline__ void open() {
     winners[0].open();
@@ -147,8 +148,9 @@ struct RaceResult {
   float logit;             // and the winner's logit there
 };
 
-// The statistics of a leaf's row, whose chunks the blocks tell each other. chunks: of a row, in
-// shared memory where there are clusters.
+// The statistics of a leaf's row, whose chunks the blocks tell each other; with the argmax of
+// greedy only the first block, and there the first warp, has them. chunks: of a row, in shared
+// memory where there are clusters.
 template <bool kArgmaxOnly, class T>
 __device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool greedy,
                                               bool wants_sum, float scale, LastRow<T>* row,
@@ -163,31 +165,37 @@ __device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool gr
     if (kArgmaxOnly) return;
     const uint64_t words[2] = {static_cast<uint64_t>(out.digits[0]) << 32 | out.key,
                                static_cast<uint64_t>(out.digits[2]) << 32 | out.digits[1]};
-    mail->send(cluster, chunks + chunk, words);
+    mail->send(cluster, chunks + chunk, words, greedy ? 1 : cluster.size);
   });
   RowStats stats{};
-  const int slot = cluster.rank * warps + static_cast<int>(threadIdx.x) / kWarpSize;
   if (greedy) {
     const uint64_t words[1] = {best};
-    race->winners[0].send(cluster, race->keys[0] + slot, words);
+    const int slot = cluster.rank * warps + static_cast<int>(threadIdx.x) / kWarpSize;
+    race->winners[0].send(cluster, race->keys[0] + slot, words, 1);
+    if (cluster.rank != 0) return stats;
   }
   if (!kArgmaxOnly) {
     mail->wait(cluster, row->count * static_cast<int>(sizeof(ChunkStats)));
-    stats = join_chunks(
-        row->count, scale, false, wants_sum, [&](int c) { return chunks[c]; },
-        [](int) { return 0u; });
+    if (threadIdx.x < kWarpSize) {  // all warps at once would take turns
+      stats = join_chunks(
+          row->count, scale, false, wants_sum, [&](int c) { return chunks[c]; },
+          [](int) { return 0u; });
+      if (threadIdx.x == 0) race->leaf = stats;
+    }
+    __syncthreads();
+    stats = race->leaf;
+    if (!greedy) return stats;
   }
-  if (greedy) {
-    race->winners[0].wait(cluster, cluster.size * warps * static_cast<int>(sizeof(best)));
-    best = 0;
+  race->winners[0].wait(cluster, cluster.size * warps * static_cast<int>(sizeof(best)));
+  if (threadIdx.x >= kWarpSize) return stats;
+  best = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x % kWarpSize; i < cluster.size * warps; i += kWarpSize)
-      best = max(best, static_cast<unsigned long long>(race->keys[0][i]));
-    best = ~warp_least(~best);
-    stats.top = key_logit(static_cast<uint32_t>(best >> 32));
-    stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(best));
-    stats.faults = row_faults(stats.top);
-  }
+  for (int i = threadIdx.x; i < cluster.size * warps; i += kWarpSize)
+    best = max(best, static_cast<unsigned long long>(race->keys[0][i]));
+  best = ~warp_least(~best);
+  stats.top = key_logit(static_cast<uint32_t>(best >> 32));
+  stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(best));
+  stats.faults = row_faults(stats.top);
   return stats;
 }
 
@@ -198,7 +206,7 @@ __device__ __forceinline__ RaceResult race_last(const RowCluster& cluster, LastR
                                                 const Weights& weights, const RaceNoise& noise,
                                                 float mass, int* turn, SharedRace* shared) {
   const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
-  float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
+  float bound = mass > 0.0f ? __fdividef(kSureTime, mass) : INFINITY;
 #pragma unroll 1
   for (;;) {
     unsigned long long* keys = shared->keys[*turn & 1];

@@ -127,12 +127,9 @@ __device__ __forceinline__ void set_up(const TreeRequest& r, const EarlyLoads& e
   });
 #pragma unroll 1
   for (int n = threadIdx.x; n < r.nodes; n += kSetupThreads) {
-    if (!tree.inner.has(n)) {
-      verdicts[n].step = -1;
-      verdicts[n].status = 0;
-    } else if (!greedy) {
-      shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
-    }
+    if (tree.inner.has(n)) continue;
+    verdicts[n].step = -1;
+    verdicts[n].status = 0;
   }
 #pragma unroll 1
   for (int k = cluster.rank + cluster.size * (threadIdx.x / kWarpSize);
@@ -183,7 +180,12 @@ __global__ void __launch_bounds__(kPlainThreads, sizeof(T) == 4 ? 1 : 2)
   if (warp < kSetupWarps) {
     set_up<T, kArgmaxOnly>(r, early, greedy, cluster, shared, verdicts);
   } else if (!greedy) {
-    shared.taken.clear(threadIdx.x - kSetupThreads, kPlainThreads - kSetupThreads);
+    constexpr int kOthers = kPlainThreads - kSetupThreads;
+    const int thread = threadIdx.x - kSetupThreads;
+#pragma unroll 1
+    for (int n = thread; n < r.nodes; n += kOthers)
+      shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
+    shared.taken.clear(thread, kOthers);
   }
   __syncthreads();
   cluster.wait();  // all blocks are there, and their mailboxes

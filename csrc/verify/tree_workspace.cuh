@@ -7,26 +7,15 @@
 
 namespace domino {
 
-// A child at its parent, for traversal.
-struct alignas(16) ChildLaw {
-  float p;
-  float q;     // 0: not to be stepped to
-  float left;  // mass of q that is not drawn once the child and all before it are
-  uint32_t unused;
-};
-
-static_assert(sizeof(ChildLaw) == 16 && sizeof(NodeRecord) == 48 && sizeof(RowStats) == 24 &&
-              sizeof(RowFilter) == 16 && sizeof(ChunkStats) == 16 &&
-              kChunk == 1024);  // verify_tree_workspace() counts on it
+static_assert(sizeof(NodeRecord) == 48 && sizeof(RowStats) == 24 && sizeof(RowFilter) == 16 &&
+              sizeof(ChunkStats) == 16 && kChunk == 1024);  // verify_tree_workspace() counts on it
 
 struct TreeWorkspace {
-  NodeRecord* records;          // [batch, width], of nodes with children
-  ChildLaw* children;           // [batch, width]
-  RowStats* drafts;             // [batch, width]: of the draft row or the pool
-  unsigned long long* outside;  // [batch, width]: units of p outside of the pool
-  RowFilter* filters;           // [batch, width], with filters
-  int32_t* drawn;               // [batch, width], match: the token that follows
-  float* pool_p;                // [batch, width, pool]
+  NodeRecord* records;  // [batch, width], of nodes with children
+  RowStats* drafts;     // [batch, width]: of the draft row or the pool
+  RowFilter* filters;   // [batch, width], with filters
+  int32_t* drawn;       // [batch, width], match: the token that follows
+  float* pool_p;        // [batch, width, pool], of traversal with more nodes than warps
   float* pool_q;
   ChunkStats* chunks;  // [batch, rows, row_chunks]: target rows, then the rows of a dense q
   uint32_t* first;     // the same: the lowest id that has the chunk's greatest logit
@@ -43,9 +32,7 @@ struct TreeWorkspace {
       return static_cast<void*>(taken);
     };
     records = static_cast<NodeRecord*>(take(count * sizeof(NodeRecord)));
-    children = static_cast<ChildLaw*>(take(count * sizeof(ChildLaw)));
     drafts = static_cast<RowStats*>(take(dense || p.pool > 0 ? count * sizeof(RowStats) : 0));
-    outside = static_cast<unsigned long long*>(take(p.pool > 0 ? count * 8 : 0));
     filters = static_cast<RowFilter*>(take(p.has_filters() ? count * sizeof(RowFilter) : 0));
     drawn = static_cast<int32_t*>(take(count * sizeof(int32_t)));
     pool_p = static_cast<float*>(take(count * p.pool * sizeof(float)));

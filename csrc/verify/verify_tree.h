@@ -78,9 +78,7 @@ inline int64_t verify_tree_workspace(int64_t batch, int64_t width, int64_t vocab
   int64_t bytes = 0;
   const auto take = [&](int64_t size) { bytes += (size + 15) / 16 * 16; };
   take(nodes * 48);                          // NodeRecord
-  take(nodes * 16);                          // ChildLaw
   take(dense || pool > 0 ? nodes * 24 : 0);  // RowStats of q
-  take(pool > 0 ? nodes * 8 : 0);            // units of p outside of the pool
   take(filtered ? nodes * 16 : 0);           // RowFilter
   take(nodes * 4);                           // drawn tokens
   take(nodes * pool * 4);                    // p and q over the pool
