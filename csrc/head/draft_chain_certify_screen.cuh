@@ -30,10 +30,9 @@ constexpr int kScreenGroup = 4 * kWarpSize, kScreenGroups = 2;  // warps that mu
 constexpr int kScreenWarps = kScreenGroups * 4;
 constexpr int kScreenThreads = (kScreenGroups + 1) * kScreenGroup;  // 168 registers each, then:
 constexpr int kScreenFeedRegisters = 56, kScreenRegisters = 224;
-constexpr int kScreenStages = 6;     // at most
-constexpr int kMostScreenTiles = 4;  // of columns in a block
-constexpr int kPieceWidth = 128;     // int8 of a row in a piece
-constexpr int kSkew = 1792;  // cycles: of the products of a tile of rows in one of two warpgroups
+constexpr int kScreenStages = 6;            // at most
+constexpr int kMostScreenTiles = 4;         // of columns in a block
+constexpr int kPieceWidth = 128;            // int8 of a row in a piece
 constexpr int kEights = kWgmmaColumns / 8;  // of columns in a tile: bits of a mark
 
 struct ScreenColumn {
@@ -420,11 +419,6 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
                  tile_of(share, n) * kPoolTile + own_row + lane / 4,
                  marks + n * kMarkBytes + c * kEights);
   };
-  // Behind its last tile of columns a warpgroup leaves the tensor cores alone while it compares:
-  // half a stage apart, the other one has work for them then.
-  if (kTiles > 1 && warp / 4 == 1)
-    for (const int start = clock(); static_cast<int>(clock()) - start < kSkew;) {
-    }
   for (int n = 0, stage = 0, phase = 0; n < count; ++n) {
     wait_for_phase(&ring.full[stage], phase);
     take(stage);
