@@ -86,7 +86,8 @@ def arguments_of(kind, batch, drafts, vocab, form, generator):
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuts_by_value(kind, rule, form):
     generator = torch.Generator().manual_seed(20261130)
-    for shape in [(120, 3, 9), (60, 7, 1000), (30, 1, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
+    # 1440 rows: five in turn for a block that goes through several
+    for shape in [(120, 3, 9), (180, 7, 1000), (30, 1, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
         for order in FILTER_ORDERS:
             for logprobs in (False, True):
                 arguments = arguments_of(kind, *shape, form, generator)
@@ -103,7 +104,7 @@ def test_cuts_by_value(kind, rule, form):
 def test_draws_of_every_row(rule, kind):
     """The drafts are what the rows' races draw, up to a slot of each request's own."""
     generator = torch.Generator().manual_seed(20261202)
-    for shape in [(60, 3, 9), (20, 7, 1000), (6, 5, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
+    for shape in [(240, 3, 9), (60, 7, 1000), (6, 5, 5003), (1, 3, 40_000), (2, 9, 20_001)]:
         for order in FILTER_ORDERS:
             form = "pool" if rule == "gumbel" else "none"
             arguments = arguments_of(kind, *shape, form, generator)
@@ -124,13 +125,15 @@ def test_draws_of_every_row(rule, kind):
 
 @pytest.mark.parametrize("rule", ["token", "match", "block"])
 def test_cuts_of_real_vocabularies(rule):
-    """Clusters of 8, 4, 2 and 1 blocks a row; a request's rows are read from rows out of line."""
+    """Clusters of 8, 4, 2 and 1 blocks a row, and blocks that take several; a request's rows are
+    read from rows out of line."""
     generator = torch.Generator().manual_seed(20261131)
     for batch, drafts, vocab in [
         (1, 15, 151_936),
         (2, 15, 32_001),
         (5, 11, 151_936),
         (9, 15, 8000),
+        (36, 15, 8000),
     ]:
         for kind in ("normal", "peaked"):
             form = "pool" if rule == "block" else "none"

@@ -67,7 +67,10 @@ struct ChainRequest {
   float draft_temperature = 0.0f;
   int first_slot = 0;  // of row 0: residual_sample's slot, otherwise 0
 
-  DOMINO_HD ChainRequest(const VerifyChainParams& params, int64_t request) : p(params), b(request) {
+  // draft_temperature_ahead: where it has been read; here that takes a trip to memory of its own.
+  DOMINO_HD ChainRequest(const VerifyChainParams& params, int64_t request,
+                         const float* draft_temperature_ahead = nullptr)
+      : p(params), b(request) {
     if (p.num_active != nullptr && b >= *p.num_active) return;
     if (p.residual_slot != nullptr) {
       first_slot = p.residual_slot[b];
@@ -95,7 +98,9 @@ struct ChainRequest {
       if (rule == VerifyRule::kBlock && p.draft_logprob != nullptr) faults |= kBadParameter;
       if ((rule == VerifyRule::kToken || rule == VerifyRule::kBlock) &&
           (p.draft_logits != nullptr || p.draft_logprob != nullptr)) {
-        draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : temperature;
+        draft_temperature = p.draft_temperature == nullptr       ? temperature
+                            : draft_temperature_ahead != nullptr ? *draft_temperature_ahead
+                                                                 : p.draft_temperature[b];
         if (!(draft_temperature >= 0.0f && draft_temperature <= FLT_MAX)) faults |= kBadParameter;
         if (draft_temperature > 0.0f)
           q = p.draft_logits == nullptr ? DraftLaw::kScalar

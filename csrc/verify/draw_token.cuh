@@ -95,9 +95,19 @@ __device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const C
   const float about = weights.q != DraftLaw::kOneHot ? rest
                       : outcome == slot.outcome      ? slot.race_mass
                                                      : 0.0f;
+  __shared__ PoolAhead pool;
+  if (weights.q == DraftLaw::kPool) {
+    const int m = threadIdx.x;
+    __syncthreads();  // the pool of a race before
+    if (m < PoolAhead::kCount) {
+      pool.id[m] = m < weights.pool ? weights.ids[m] : -1;
+      pool.logit[m] = m < weights.pool ? weights.draft_row.at(m) : 0.0f;
+    }
+    __syncthreads();
+  }
 #pragma unroll 1
   for (;;) {
-    const unsigned long long key = draw_row(cluster, source, weights, noise, about);
+    const unsigned long long key = draw_row(cluster, source, weights, pool, noise, about);
     if (key == kNoWinner) return -1;
     const int32_t token = static_cast<int32_t>(key & 0xffffffffu);
     // ties that are not kept matter only where one of the ties wins

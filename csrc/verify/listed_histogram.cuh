@@ -1,94 +1,26 @@
-// Where the filters cut a row of bf16 logits, from one read of it: by counts of values as in
-// row_histogram.cuh, but in fewer steps.
-//
-//   top-k first   what lies below a bound is not counted: about the k-th greatest of the threads'
-//                 first tops, which are different tokens. The rest is listed with its ids, and
-//                 mostly the list is enough (listed_tokens.cuh).
-//   bins          blocks sum up rows of 32 bins, and one warp of each goes on to the cut
+// Where the filters cut a row of bf16 logits that the blocks of a cluster have counted
+// (row_counter.cuh): blocks sum up rows of 32 bins, and one warp of each goes on to the cut.
 //
 // Blocks leave what others have to know in their own shared memory, and the others fetch it: then
 // the cluster's barrier need not wait for global memory.
 #pragma once
 
 #include "common/cluster.cuh"
-#include "verify/listed_shared.cuh"
+#include "verify/row_counter.cuh"
+#include "verify/value_search.cuh"
 
 namespace domino {
 
-class ListedHistogram {
+class ListedHistogram : public RowCounter<kReadThreads> {
  public:
   __device__ ListedHistogram(ListedShared& shared, const RowCluster& cluster,
                              const RowSource<bf16>& source)
-      : s_(shared), cluster_(cluster), source_(source) {}
-
-  // Before any count, by the readers; a barrier has to follow.
-  static __device__ __forceinline__ void clear(ListedShared& s) {
-    uint4* bins = reinterpret_cast<uint4*>(s.count);
-#pragma unroll
-    for (int n = threadIdx.x; n < kValueBins / 4; n += kReadThreads) bins[n] = {0, 0, 0, 0};
-    if (threadIdx.x == 0) {
-      s.found = {0, 0, 0, -INFINITY};
-      s.unclear = s.crowded = s.first_top = 0;
-      s.near_mass = 0;
-    }
-  }
-
-  // From here on only logits of at least the k-th greatest of the readers' `top`s, or a little
-  // less, are counted, and listed. The first kReadThreads of the block call it. bins: of zeros
-  __device__ __forceinline__ void bound_by(float top, uint32_t k, KeyBins* bins) {
-    const uint32_t own = logit_key(top) >> 16;
-    const uint32_t greatest_of_warp = __reduce_max_sync(kFullMask, own);
-    if (threadIdx.x % kWarpSize == 0) atomicMax(&s_.first_top, greatest_of_warp);
-    sync_readers();
-    const uint32_t greatest = s_.first_top;
-    bins->add(greatest - own);
-    sync_readers();
-    const uint32_t reach = bins->reach(k);
-    const uint32_t key = greatest - min(reach, greatest);
-    bounded_ = key > kEmptyKey >> 16;
-    bound_ = key_logit(key << 16 | (key & 0x8000u ? 0u : 0xffffu));
-    if (threadIdx.x == 0 && bounded_) s_.found.bound = bound_;
-  }
-
-  // Counts eight logits, those of the tokens from `token` on.
-  __device__ __forceinline__ void add(const Group<bf16>& group, int token) {
-    const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
-    const uint32_t most =
-        max_nan(max_nan(words[0], words[1], bf16{}), max_nan(words[2], words[3], bf16{}), bf16{});
-    most_ = max_nan(most_, most, bf16{});
-    if (!bounded_) {
-      uint32_t nearest = 0;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        // 2^15 less the magnitude, 0 for 0
-        nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
-        const uint32_t bins = value_bins(words[n]);
-        atomicAdd(&s_.count[bins & 0xffffu], 1u);
-        atomicAdd(&s_.count[bins >> 16], 1u);
-      }
-      if (((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0) {
-#pragma unroll
-        for (int n = 0; n < 2 * 4; ++n) note_near(s_, words[n / 2] >> (n % 2 * 16));
-      }
-      return;
-    }
-    if (!(fmaxf(low_half(most, bf16{}), high_half(most, bf16{})) >= bound_)) return;
-    const uint32_t at = atomicAdd(&s_.found.listed, 1u);
-    if (at < kListedGroups) {
-      s_.list[at] = group.words;
-      s_.list_token[at] = token;
-    } else {
-      count_above(s_, group.words, bound_);
-    }
-  }
+      : RowCounter(shared), cluster_(cluster), source_(source) {}
 
   // All has been read, and all blocks run. The row's greatest logit. No block may end before all
   // have come back. stores: does a block read what others have written to global memory?
   __device__ __forceinline__ float finish(bool stores) {
-    const int lane = threadIdx.x % kWarpSize;
-    const float top = max_nan(low_half(most_, bf16{}), high_half(most_, bf16{}));
-    const uint32_t key = __reduce_max_sync(kFullMask, logit_key(top));
-    if (lane == 0) atomicMax(&s_.found.top, key);
+    leave_top();
     if (stores)
       cluster_.sync();
     else
@@ -125,19 +57,14 @@ class ListedHistogram {
     look_around();
   }
 
-  // Finds the cut: the last warp of the one block for which this is true then has it. All threads
-  // of the cluster call it, and no block may end before all have come back from it.
+  // Finds the cut of a row of several blocks (of one: RowHistogram): the last warp of the one block
+  // for which this is true then has it. All threads of the cluster call it, and no block may end
+  // before all have come back from it.
   __device__ __forceinline__ bool find(const RowLaw& law, const FilterParams& filters,
                                        ValueCut* cut) {
     const float lowest = filters.lowest_exponent(law);
     const uint32_t most_near = __reduce_max_sync(kFullMask, seen_.near_zero);
-    const bool too_great = law.top >= bin_logit(0) || law.top <= bin_logit(kValueBins - 1) ||
-                           law.weight(bin_logit(kValueBins - 1)) > 0.0f;
-    // do those near 0 differ in what min-p does, or much in weight?
-    const bool splits_near =
-        most_near != 0 && (law.scale * 0x1p-23f > 1.0f || (law.exponent(0x1p-23f) >= lowest) !=
-                                                              (law.exponent(-0x1p-23f) >= lowest));
-    if (!too_great && !splits_near && most_near <= kNearTokens) {
+    if (tells_apart(law, lowest, most_near)) {
       const bool mine = find_bin(law, filters, lowest, most_near != 0, cut);
       if (most_near == 0) return mine;
       cluster_.sync_shared();
@@ -145,7 +72,7 @@ class ListedHistogram {
       cluster_.sync_shared();  // nobody ends before all have looked
       if (unclear == 0) return mine;
     }
-    ValueSearch<ListedShared>{s_, cluster_, source_, law, filters}.find();
+    ValueSearch<WholeBlock, ListedShared>{s_, cluster_, source_, law, filters}.find();
     __syncthreads();
     *cut = s_.cut;
     return cluster_.rank == 0;
@@ -175,13 +102,10 @@ class ListedHistogram {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int bin = (row + n) * kWarpSize + lane;
-        count[n] = s_.count[bin];
-        if (cluster_.size > 1) {
-          count[n] = 0;
+        count[n] = 0;
 #pragma unroll
-          for (int block = 0; block < kMostCutBlocks; ++block)
-            if (block < cluster_.size) count[n] += load_shared_of(&s_.count[bin], block);
-        }
+        for (int block = 0; block < kMostCutBlocks; ++block)
+          if (block < cluster_.size) count[n] += load_shared_of(&s_.count[bin], block);
       }
       // -0 is +0
       static_assert(kZeroBin % (2 * kWarpSize) == 2 * kWarpSize - 1);
@@ -284,42 +208,6 @@ class ListedHistogram {
     return true;
   }
 
-  static __device__ __forceinline__ void sync_readers() {
-    asm volatile("barrier.cta.sync 1, %0;" ::"n"(kReadThreads) : "memory");
-  }
-
-  static __device__ __noinline__ void count_above(ListedShared& s, uint4 words, float bound) {
-    Group<bf16> group;
-    group.words = words;
-#pragma unroll
-    for (int n = 0; n < kGroup; ++n) {
-      const float logit = group.at(n);
-      if (!(logit >= bound)) continue;
-      const uint32_t half = __float_as_uint(logit) >> 16;
-      atomicAdd(&s.count[value_bins(half) & 0xffffu], 1u);
-      note_near(s, half);
-    }
-  }
-
-  static __device__ __forceinline__ void note_near(ListedShared& s, uint32_t half) {
-    const uint32_t magnitude = half & 0x7fffu;
-    if (magnitude - 1 >= kLeastBits) return;
-    const uint32_t at = atomicAdd(&s.found.near_zero, 1u);
-    if (at < kNearTokens) s.near[at] = static_cast<uint16_t>(half);
-  }
-
-  // What the cluster's tokens near 0 weigh more than 0 does, modulo 2^64.
-  static __device__ __noinline__ uint64_t near_mass(ListedShared& s, RowCluster cluster,
-                                                    RowLaw law) {
-    uint64_t sum = 0;
-    for (int block = 0; block < cluster.size; ++block)
-      for (uint32_t n = 0; n < cluster.map(&s.found, block)->near_zero; ++n) {
-        const uint32_t half = cluster.map(s.near, block)[n];
-        sum += to_fixed(law.weight(__uint_as_float(half << 16))) - to_fixed(law.weight(0.0f));
-      }
-    return sum;
-  }
-
   // Of the cluster, in a bin of this block's share.
   __device__ __forceinline__ uint32_t count_in(int bin) const {
     return bin == kZeroBin + 1 ? 0 : s_.count[bin];
@@ -359,27 +247,9 @@ class ListedHistogram {
     return row * kWarpSize + crossing_lane({mass_in(law, bin), count_in(bin)}, reached, at);
   }
 
-  // The first lane up to which `at` and the lanes' sums come to what is wanted; `at` is then what
-  // lies before that lane.
-  template <class Reached>
-  static __device__ __forceinline__ int crossing_lane(const CountAndMass& in, Reached reached,
-                                                      CountAndMass* at) {
-    const CountAndMass up = warp_prefix(in);
-    const CountAndMass from = *at;
-    const bool here = reached({from.mass + up.mass, from.count + up.count});
-    const int lane = __ffs(__ballot_sync(kFullMask, here)) - 1;
-    *at = {__shfl_sync(kFullMask, from.mass + up.mass - in.mass, lane),
-           __shfl_sync(kFullMask, from.count + up.count - in.count, lane)};
-    return lane;
-  }
-
-  ListedShared& s_;
   const RowCluster& cluster_;
   const RowSource<bf16>& source_;
   ShareFound seen_;  // of block n of the cluster, in lane n
-  bool bounded_ = false;
-  float bound_ = -INFINITY;
-  uint32_t most_ = 0xff80ff80u;  // the greatest logits of the halves
 };
 
 }  // namespace domino

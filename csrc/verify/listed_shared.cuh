@@ -1,7 +1,7 @@
 // The shared memory of a block of verify_listed.cuh, and what blocks of a cluster find in it.
 #pragma once
 
-#include "verify/value_search.cuh"
+#include "verify/value_bins.cuh"
 
 namespace domino {
 

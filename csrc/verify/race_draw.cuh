@@ -9,15 +9,38 @@ namespace domino {
 // Mass of relu(p - q): 0.1 misses in one race in 400. What is drawn does not depend on it.
 constexpr float kLikelyResidual = 0.4f;
 
+// The first tokens of a slot's pool, in shared memory.
+struct PoolAhead {
+  static constexpr int kCount = 128;
+
+  alignas(16) int32_t id[kCount];  // behind the pool's -1
+  float logit[kCount];
+
+  // The place of a token, -1 if it is not among them.
+  __device__ __forceinline__ int find(int32_t token, int pool) const {
+    int at = -1;
+#pragma unroll 4
+    for (int m = min(pool, kCount) - 1 & ~3; m >= 0; m -= 4) {
+      const int4 four = *reinterpret_cast<const int4*>(id + m);
+      if (four.w == token) at = m + 3;
+      if (four.z == token) at = m + 2;
+      if (four.y == token) at = m + 1;
+      if (four.x == token) at = m;
+    }
+    return at;
+  }
+};
+
 // As DrawWeights::exact.
-__device__ __forceinline__ float exact_weight(const DrawWeights& weights, float upper,
-                                              int64_t token) {
+__device__ __forceinline__ float exact_weight(const DrawWeights& weights, const PoolAhead& pool,
+                                              float upper, int32_t token) {
   if (weights.q != DraftLaw::kPool) return weights.exact(upper, token);
-  int at = -1;  // no early end: eight loads are on their way at a time
-#pragma unroll 8
-  for (int m = 0; m < weights.pool; ++m)
-    if (weights.ids[m] == token && at < 0) at = m;
-  return at < 0 ? upper : add_rn(upper, -weights.draft.probability(weights.draft_row.at(at)));
+  int at = pool.find(token, weights.pool);
+  float logit = at >= 0 ? pool.logit[at] : 0.0f;
+#pragma unroll 1
+  for (int m = PoolAhead::kCount; m < weights.pool && at < 0; ++m)
+    if (weights.ids[m] == token) logit = weights.draft_row.at(at = m);
+  return at < 0 ? upper : add_rn(upper, -weights.draft.probability(logit));
 }
 
 // fn(token, group) for this lane's groups of a row, dealt out by 256 tokens to all warps of the
@@ -68,6 +91,7 @@ __device__ __forceinline__ unsigned long long least_of_block(unsigned long long 
 template <class Group, class Weights>
 __device__ __forceinline__ unsigned long long draw_group(int token, const Group& group,
                                                          const Weights& weights,
+                                                         const PoolAhead& pool,
                                                          const RaceNoise& noise, float bound,
                                                          unsigned long long key) {
   float top = group.at(0);
@@ -102,7 +126,7 @@ __device__ __forceinline__ unsigned long long draw_group(int token, const Group&
     const float upper = weights.upper(logit, token + which);
     if (!(upper > 0.0f && static_cast<float>(word) <= upper * bound * (1.001f * 0x1p32f))) continue;
     const unsigned long long mine =
-        race_key(exact_weight(weights, upper, token + which), word, token + which);
+        race_key(exact_weight(weights, pool, upper, token + which), word, token + which);
     key = mine < key ? mine : key;
   }
   return key;
@@ -114,6 +138,7 @@ template <class T>
 __device__ __forceinline__ unsigned long long draw_row(const RowCluster& cluster,
                                                        const RowSource<T>& source,
                                                        const DrawWeights& weights,
+                                                       const PoolAhead& pool,
                                                        const RaceNoise& noise, float mass) {
   RaceShared& shared = race_shared();
   float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
@@ -121,7 +146,7 @@ __device__ __forceinline__ unsigned long long draw_row(const RowCluster& cluster
   for (;;) {
     unsigned long long key = kNoWinner;
     for_each_step(cluster, source, [&](int token, const auto& group) {
-      key = draw_group(token, group, weights, noise, bound, key);
+      key = draw_group(token, group, weights, pool, noise, bound, key);
     });
     key = least_of_block(key);
     if (threadIdx.x == 0) shared.best = key;

@@ -2,9 +2,35 @@
 // common: a slot's draft and coin, which do not take its row, and the sums of its chunks.
 #pragma once
 
+#include <new>
+
+#include "verify/race_draw.cuh"
 #include "verify/slot_verdict.cuh"
 
 namespace domino {
+
+// What one warp of a block tells the others of the request.
+struct SharedRequest {
+  alignas(ChainRequest) unsigned char own[sizeof(ChainRequest)];
+  alignas(FilterParams) unsigned char wanted[sizeof(FilterParams)];
+
+  __device__ __forceinline__ void set(const ChainRequest& r, const FilterParams& filters) {
+    new (own) ChainRequest(r);
+    new (wanted) FilterParams(r.greedy() ? FilterParams{} : filters);
+  }
+  __device__ __forceinline__ const ChainRequest& get() const {
+    return *reinterpret_cast<const ChainRequest*>(own);
+  }
+  __device__ __forceinline__ const FilterParams& filters() const {
+    return *reinterpret_cast<const FilterParams*>(wanted);
+  }
+};
+
+// Is all that is wanted of a row what its top-k leaves? most: that the reader can bound
+__device__ __forceinline__ bool ranks_first(const FilterParams& filters, int64_t vocab, int most) {
+  return filters.by_rank(vocab) && filters.top_k <= most &&
+         (filters.order != FilterOrder::kJoint || !filters.by_mass());
+}
 
 // What is known of a slot before its row has been read.
 struct SlotAhead {
@@ -19,11 +45,11 @@ struct SlotAhead {
 
 // As pool_stats().
 __device__ __forceinline__ RowStats pool_at_once(const ChainRequest& r, int i, int64_t x,
-                                                 float* logit_of_x) {
+                                                 float* logit_of_x, PoolAhead* ahead) {
   const int lane = threadIdx.x % kWarpSize;
   const LogitRow logits = r.draft_row(i);
   const int32_t* ids = r.draft_ids(i);
-  constexpr int kHeld = 4;  // of 32 lanes, all loads of which are on their way at once
+  constexpr int kHeld = PoolAhead::kCount / kWarpSize;  // all loads are on their way at once
   float held[kHeld];
   uint32_t key = 0;
   float found = -INFINITY;
@@ -42,8 +68,11 @@ __device__ __forceinline__ RowStats pool_at_once(const ChainRequest& r, int i, i
       held[n] = m < r.p.pool ? logits.at(m) : 0.0f;
     }
 #pragma unroll
-    for (int n = 0; n < kHeld; ++n)
+    for (int n = 0; n < kHeld; ++n) {
+      ahead->id[lane + n * kWarpSize] = held_ids[n];
+      ahead->logit[lane + n * kWarpSize] = held[n];
       if (!meet(held_ids[n], held[n])) held[n] = -INFINITY;
+    }
   }
 #pragma unroll 1
   for (int m = lane + kHeld * kWarpSize; m < r.p.pool; m += kWarpSize) meet(ids[m], logits.at(m));
@@ -67,21 +96,70 @@ __device__ __forceinline__ RowStats pool_at_once(const ChainRequest& r, int i, i
 
 // All lanes of a warp call it.
 __device__ __forceinline__ SlotAhead slot_ahead(const ChainRequest& r, int i,
-                                                const RowSource<bf16>& source) {
+                                                const RowSource<bf16>& source, PoolAhead* pool) {
   const SlotDraft draft(r, i, source);
   SlotAhead out{draft.x, 0, 0.0f, draft.logit, -1.0f, 0.0f, draft.status};
   if (out.x < 0) return out;
   if (r.q == DraftLaw::kPool) {
     float logit;
-    const RowStats pool = pool_at_once(r, i, out.x, &logit);
-    out.draft_sum = pool.sum;
-    out.draft_top = pool.top;
-    out.q = draft_mass(pool, r.draft_temperature, logit);
+    const RowStats stats = pool_at_once(r, i, out.x, &logit, pool);
+    out.draft_sum = stats.sum;
+    out.draft_top = stats.top;
+    out.q = draft_mass(stats, r.draft_temperature, logit);
   } else if (r.q == DraftLaw::kScalar) {
     out.q = scalar_mass(r.p.draft_logprob[r.b * r.p.drafts + i]);
   }
   if (!r.greedy()) out.share = mul_rn(verify_coin(r, i), out.q > 0.0f ? out.q : 1.0f);
   return out;
+}
+
+// A lane's share of a chunk.
+__device__ __forceinline__ void load_tokens(const RowSource<bf16>& from, int chunk,
+                                            Group<bf16> (&to)[kLaneGroups]) {
+  const int token = chunk * kChunk + threadIdx.x % kWarpSize * kGroup;
+  if (from.aligned && (chunk + 1) * kChunk <= from.vocab) {  // one look for all four
+#pragma unroll
+    for (int g = 0; g < kLaneGroups; ++g)
+      to[g].words = load_words(from.data + token + g * kGroupStep);
+  } else if (from.aligned && from.vocab % kGroup == 0) {  // token by token takes 2 us
+#pragma unroll
+    for (int g = 0; g < kLaneGroups; ++g)
+      to[g].load_if(token + g * kGroupStep < from.vocab, from.data + token + g * kGroupStep);
+  } else {
+#pragma unroll
+    for (int g = 0; g < kLaneGroups; ++g) to[g] = from.group(token + g * kGroupStep);
+  }
+}
+
+// What verify_rows_kernel finds out about a chunk of a row (row_chunks.cuh).
+__device__ __forceinline__ void sum_chunk(const Group<bf16> (&groups)[kLaneGroups], int token,
+                                          bool greedy, float scale, const ChainWorkspace& chunks,
+                                          int64_t at) {
+  const int lane = threadIdx.x % kWarpSize;
+  const uint32_t own = logit_key(lane_top(groups));
+  const uint32_t key = __reduce_max_sync(kFullMask, own);
+  const float top = key_logit(key);
+  ChunkStats out{key, {0, 0, 0}};
+  if (greedy) {
+    const uint32_t id = first_of(groups, token, top, own == key);
+    if (lane == 0) chunks.first[at] = id;
+  }
+  if (key < kInfinityKey && key > kEmptyKey) chunk_digits(groups, top, scale, out.digits);
+  if (lane == 0) *reinterpret_cast<uint4*>(chunks.chunks + at) = reinterpret_cast<uint4&>(out);
+}
+
+// The same of chunks `first`, `first` + `step` and so on of a row, of which chunk 0 is that at
+// `at`.
+__device__ __forceinline__ void sum_chunks(const RowSource<bf16>& source, bool greedy, float scale,
+                                           const ChainWorkspace& chunks, int64_t at, int first,
+                                           int last, int step) {
+#pragma unroll 1
+  for (int chunk = first; chunk < last; chunk += step) {
+    Group<bf16> groups[kLaneGroups];
+    load_tokens(source, chunk, groups);
+    const int token = chunk * kChunk + threadIdx.x % kWarpSize * kGroup;
+    sum_chunk(groups, token, greedy, scale, chunks, at + chunk);
+  }
 }
 
 // Does the coin accept the slot's draft, now that the cut is known? Open where it equals the cut's
@@ -122,21 +200,42 @@ __device__ __forceinline__ void write_verdict(const Slot& verdict, int32_t winne
   out->race_mass = race_mass(verdict, law, filter, slot, stats.sum);
 }
 
-// What verify_rows_kernel finds out about a chunk of a row (row_chunks.cuh).
-__device__ __forceinline__ void sum_chunk(const Group<bf16> (&groups)[kLaneGroups], int token,
-                                          bool greedy, float scale, const ChainWorkspace& chunks,
-                                          int64_t at) {
-  const int lane = threadIdx.x % kWarpSize;
-  const uint32_t own = logit_key(lane_top(groups));
-  const uint32_t key = __reduce_max_sync(kFullMask, own);
-  const float top = key_logit(key);
-  ChunkStats out{key, {0, 0, 0}};
-  if (greedy) {
-    const uint32_t id = first_of(groups, token, top, own == key);
-    if (lane == 0) chunks.first[at] = id;
+// What becomes of a slot whose row has a cut.
+__device__ __forceinline__ Slot judge_cut(const ChainRequest& r, const SlotAhead& slot,
+                                          const RowLaw& law, const RowFilter& filter) {
+  Slot verdict = slot_before_coin(r, -1, slot.x, slot.q);
+  verdict.status |= slot.status;
+  if (verdict.outcome == Outcome::kUndecided) verdict.outcome = cut_outcome(law, filter, slot);
+  return verdict;
+}
+
+// The same of a row without filters, or one that is unusable.
+static __device__ __noinline__ Slot judge_whole(const ChainRequest& r, int i, const SlotAhead& slot,
+                                                const RowStats& stats) {
+  if (stats.faults != 0) return {Outcome::kFail, stats.faults, true, 1.0f};
+  Slot verdict = slot_before_coin(r, stats.argmax, slot.x, slot.q);
+  verdict.status |= slot.status;
+  if (verdict.outcome == Outcome::kUndecided)
+    verdict.outcome = token_outcome(RowLaw(stats, r.temperature), FilterBounds(), slot.logit,
+                                    verdict.q, verify_coin(r, i));
+  return verdict;
+}
+
+// The statistics of a row whose chunks have been summed up, and of its draft what takes them. By
+// one warp.
+__device__ __forceinline__ RowStats sum_row(const ChainRequest& r, int i, const SlotAhead& slot,
+                                            const ChainWorkspace& chunks, SlotVerdict* out) {
+  uint32_t unused;
+  const ChunkStats* row = chunks.row(r.b, i);
+  const RowStats sums =
+      combine_chunks(row, chunks.first + (row - chunks.chunks), static_cast<int>(chunks.row_chunks),
+                     law_scale(r.temperature), r.greedy(), &unused);
+  const bool usable = sums.faults == 0 && slot.x >= 0;
+  if (threadIdx.x % kWarpSize == 0) {
+    out->sum = sums.sum;
+    out->logprob = usable ? RowLaw(sums, r.temperature).log_probability(slot.logit) : 0.0f;
   }
-  if (key < kInfinityKey && key > kEmptyKey) chunk_digits(groups, top, scale, out.digits);
-  if (lane == 0) *reinterpret_cast<uint4*>(chunks.chunks + at) = reinterpret_cast<uint4&>(out);
+  return sums;
 }
 
 }  // namespace domino

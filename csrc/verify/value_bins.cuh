@@ -20,6 +20,24 @@ constexpr int kMostCutBlocks = 8;
 constexpr int kListedGroups = 512;
 constexpr int kNearTokens = 64;
 
+// The threads of a block that go through a cut together: all of them ...
+struct WholeBlock {
+  static constexpr int kWarps = kCutWarps, kThreads = kCutThreads;
+  static __device__ __forceinline__ int rank() { return threadIdx.x; }
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
+};
+// ... or its last warps, while the others read on.
+template <int kTeamWarps, int kBarrier>
+struct LastWarps {
+  static constexpr int kWarps = kTeamWarps, kThreads = kTeamWarps * kWarpSize;
+  static __device__ __forceinline__ int rank() {
+    return static_cast<int>(threadIdx.x) - (kCutThreads - kThreads);
+  }
+  static __device__ __forceinline__ void sync() {
+    asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+  }
+};
+
 // The prefix of the row that is kept (filter.h), as far as counts show it: of the tokens that equal
 // `logit` the first `ties` by id, all where it is negative.
 struct ValueCut {
@@ -31,30 +49,6 @@ struct ValueCut {
 struct CountAndMass {
   uint64_t mass;
   uint32_t count;
-};
-
-struct HistogramShared {
-  alignas(16) uint32_t count[kValueBins];
-  // groups with tokens that a bound does not leave out, and their first tokens
-  uint4 list[kListedGroups];
-  int32_t list_token[kListedGroups];
-  uint16_t near[kNearTokens];  // bf16 of tokens in the bins around 0 that are not 0
-  uint32_t listed, near_zero;  // how many there are: more than there is room for, perhaps
-  uint32_t unclear;            // is the cut among them?
-  uint32_t bounded;
-  float bound;
-  // what each block of the cluster tells the others about its share of the row, or of the bins
-  uint32_t top[kMostCutBlocks];  // logit_key
-  uint32_t listed_of[kMostCutBlocks];
-  uint32_t near_of[kMostCutBlocks];
-  uint32_t tokens[kMostCutBlocks];
-  uint64_t mass[kMostCutBlocks];
-  uint64_t heavy_mass[kMostCutBlocks];  // of what min-p keeps
-  uint64_t rank_mass;                   // of the top-k, and their last bin
-  int rank_bin;
-  uint64_t near_mass;  // what those near 0 weigh more than 0 does
-  CountAndMass warps[kCutWarps];
-  ValueCut cut;
 };
 
 // The bins of a word's two logits.
@@ -123,18 +117,31 @@ __device__ __forceinline__ CountAndMass warp_prefix(CountAndMass sum) {
   }
   return sum;
 }
+// The first lane up to which `at` and the lanes' sums come to what is wanted; `at` is then what
+// lies before that lane.
+template <class Reached>
+__device__ __forceinline__ int crossing_lane(const CountAndMass& in, Reached reached,
+                                             CountAndMass* at) {
+  const CountAndMass up = warp_prefix(in);
+  const CountAndMass from = *at;
+  const bool here = reached({from.mass + up.mass, from.count + up.count});
+  const int lane = __ffs(__ballot_sync(kFullMask, here)) - 1;
+  *at = {__shfl_sync(kFullMask, from.mass + up.mass - in.mass, lane),
+         __shfl_sync(kFullMask, from.count + up.count - in.count, lane)};
+  return lane;
+}
 // Sum of the values of the warps before this one, and of all; each is the same in its warp.
-template <class Shared>
+template <class Team, class Shared>
 __device__ __forceinline__ CountAndMass sum_warps(Shared& s, CountAndMass own,
                                                   CountAndMass* total) {
-  const int warp = threadIdx.x / kWarpSize;
-  __syncthreads();
+  const int warp = Team::rank() / kWarpSize;
+  Team::sync();
   if (threadIdx.x % kWarpSize == 0) s.warps[warp] = own;
-  __syncthreads();
+  Team::sync();
   CountAndMass before{};
   *total = {};
 #pragma unroll
-  for (int n = 0; n < kCutWarps; ++n) {
+  for (int n = 0; n < Team::kWarps; ++n) {
     const CountAndMass other = s.warps[n];
     if (n < warp) before = {before.mass + other.mass, before.count + other.count};
     *total = {total->mass + other.mass, total->count + other.count};

@@ -1,5 +1,5 @@
 // Where the filters cut a row of bf16 logits, by passes that halve the range of values: about 40
-// reads of the row. For rows whose histogram (row_histogram.cuh) does not tell values apart.
+// reads of the row. For rows whose counts (row_counter.cuh) do not tell values apart.
 #pragma once
 
 #include "verify/value_bins.cuh"
@@ -7,7 +7,7 @@
 namespace domino {
 
 // By value, so that what it is made from can stay in registers.
-template <class Shared>
+template <class Team, class Shared>
 struct ValueSearch {
   Shared& s;
   RowCluster cluster;
@@ -18,7 +18,7 @@ struct ValueSearch {
   // Leaves the cut in s.cut of the cluster's first block.
   __device__ __noinline__ void find() const {
     const ValueCut cut = search();
-    if (cluster.rank == 0 && threadIdx.x == 0) s.cut = cut;
+    if (cluster.rank == 0 && Team::rank() == 0) s.cut = cut;
   }
 
  private:
@@ -54,8 +54,8 @@ struct ValueSearch {
     const int groups = ceil_div(source.vocab, kGroup);
     CountAndMass own{};
 #pragma unroll 1
-    for (int n = cluster.rank * kCutThreads + threadIdx.x; n < groups;
-         n += cluster.size * kCutThreads) {
+    for (int n = cluster.rank * Team::kThreads + Team::rank(); n < groups;
+         n += cluster.size * Team::kThreads) {
       const Group<bf16> group = source.group(n * kGroup);
       const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
 #pragma unroll 1
@@ -68,7 +68,7 @@ struct ValueSearch {
       }
     }
     CountAndMass total;
-    sum_warps(s, {warp_sum(own.mass), __reduce_add_sync(kFullMask, own.count)}, &total);
+    sum_warps<Team>(s, {warp_sum(own.mass), __reduce_add_sync(kFullMask, own.count)}, &total);
     if (cluster.size == 1) return total;
     if (threadIdx.x < cluster.size) {
       cluster.map(s.mass, threadIdx.x)[cluster.rank] = total.mass;

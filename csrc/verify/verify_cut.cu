@@ -4,13 +4,14 @@
 
 namespace domino {
 
-// verify_listed.cu: the same parameters and grid.
+// verify_listed.cu: a cluster to each row.
 void launch_listed(const LaunchShape& shape, const VerifyChainParams& p, void* stream);
 
 int launch_by_value(const VerifyChainParams& p, void* stream) {
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
   const int64_t rows = p.batch * (p.drafts + 1);
+  const int64_t resident = 2 * device.processors;  // blocks
   // as many blocks a row as the device has room for
   const int row_blocks = device.major < 9 ? 1
                          : rows <= 16     ? 8
@@ -19,21 +20,29 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
                                           : 1;
   const bool large_clusters = device.major == 9 || device.major == 10;
   const int draw_blocks = device.major < 9                 ? 1
-                          : p.batch <= 4 && large_clusters ? kMostClusterBlocks
+                          : p.batch <= 8 && large_clusters ? kMostClusterBlocks
                           : p.batch <= 16                  ? 8
                                                            : 4;
-  if (rows * row_blocks > INT32_MAX || p.batch * draw_blocks > INT32_MAX) return kBadArgument;
+  if (rows * row_blocks > INT32_MAX - kRowBuffers * resident || p.batch * draw_blocks > INT32_MAX)
+    return kBadArgument;
   LaunchShape shape{dim3(static_cast<unsigned>(rows * row_blocks)), kCutThreads};
   shape.cluster = row_blocks;
-  // a block that has a row to itself counts faster in verify_cut_kernel: top-p alone, batch 64, 143
-  // us against 168
-  if (p.top_k != nullptr || row_blocks > 1)
+  if (rows <= resident || p.chosen_logprob != nullptr) {
     launch_listed(shape, p, stream);
-  else
-    launch_kernel(shape, as_stream(stream), verify_cut_kernel, p);
+  } else {
+    const auto cut = draws_every_row(p) ? verify_cut_kernel<true> : verify_cut_kernel<false>;
+    shape.grid = dim3(static_cast<unsigned>(resident));
+    shape.cluster = 1;
+    shape.shared = sizeof(RowsShared);
+    const cudaError_t status = cudaFuncSetAttribute(
+        cut, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
+    if (status != cudaSuccess) return status;
+    launch_kernel(shape, as_stream(stream), cut, p, static_cast<int>(rows));
+  }
   if (const int status = launched(); status != kOk) return status;
   const auto draw = draws_every_row(p)             ? verify_draw_kernel<VerifyRule::kMatch>
                     : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
+                    : p.batch > 16                 ? verify_draw_kernel<VerifyRule::kToken, 3>
                                                    : verify_draw_kernel<VerifyRule::kToken>;
   if (draw_blocks > 8) {
     const cudaError_t status =

@@ -10,8 +10,9 @@ namespace domino {
 
 // Grid: a cluster for each request. kRule: of all requests that are not greedy; kToken with coins
 // of slots, kMatch with draws of positions.
-template <VerifyRule kRule>
-__global__ void __launch_bounds__(kDrawThreads, 2)
+// kResident: blocks of a processor at least.
+template <VerifyRule kRule, int kResident = 2>
+__global__ void __launch_bounds__(kDrawThreads, kResident)
     verify_draw_kernel(const __grid_constant__ VerifyChainParams p) {
   __shared__ uint4 shared_slots[kWarpSize * sizeof(SlotVerdict) / sizeof(uint4)];
   const SlotVerdict* slots = reinterpret_cast<const SlotVerdict*>(shared_slots);  // from base on

@@ -1,45 +1,16 @@
-// First launch of verify_chain with filters over rows of bf16 logits, where requests have a top-k
-// or a row has several blocks: a cluster reads one row once. With a top-k the tokens above a bound
-// are listed, and mostly the list is all that cut, verdict and race need (listed_tokens.cuh);
-// otherwise values are counted (listed_histogram.cuh). Requests without a filter, and
-// log-probabilities, take the row's statistics instead, or as well: chunk by chunk as in
-// row_chunks.cuh. Bytes: every row once; bound by HBM, at small batches by latency.
+// First launch of verify_chain with filters over rows of bf16 logits, where the device has room for
+// all rows at once, or log-probabilities are wanted: a cluster reads one row once. With a top-k the
+// tokens above a bound are listed, and mostly the list is all that cut, verdict and race need
+// (listed_tokens.cuh); otherwise values are counted (listed_histogram.cuh). Requests without a
+// filter, and log-probabilities, take the row's statistics instead, or as well: chunk by chunk as
+// in row_chunks.cuh. Bytes: every row once; bound by HBM, at small batches by latency.
 #pragma once
 
-#include <new>
-
-#include "common/copy_async.cuh"
 #include "verify/listed_tokens.cuh"
+#include "verify/row_histogram.cuh"
 #include "verify/slot_ahead.cuh"
 
 namespace domino {
-
-// What becomes of a slot whose row has a cut.
-__device__ __forceinline__ Slot judge_cut(const ChainRequest& r, const SlotAhead& slot,
-                                          const RowLaw& law, const RowFilter& filter) {
-  Slot verdict = slot_before_coin(r, -1, slot.x, slot.q);
-  verdict.status |= slot.status;
-  if (verdict.outcome == Outcome::kUndecided) verdict.outcome = cut_outcome(law, filter, slot);
-  return verdict;
-}
-
-// The same of a row without filters, or one that is unusable.
-__device__ __noinline__ Slot judge_whole(const ChainRequest& r, int i, const SlotAhead& slot,
-                                         const RowStats& stats) {
-  if (stats.faults != 0) return {Outcome::kFail, stats.faults, true, 1.0f};
-  Slot verdict = slot_before_coin(r, stats.argmax, slot.x, slot.q);
-  verdict.status |= slot.status;
-  if (verdict.outcome == Outcome::kUndecided)
-    verdict.outcome = token_outcome(RowLaw(stats, r.temperature), FilterBounds(), slot.logit,
-                                    verdict.q, verify_coin(r, i));
-  return verdict;
-}
-
-// What one warp of a block tells the others of the request.
-struct SharedRequest {
-  alignas(ChainRequest) unsigned char own[sizeof(ChainRequest)];
-  alignas(FilterParams) unsigned char filters[sizeof(FilterParams)];
-};
 
 // Grid: a cluster of up to 8 blocks for each row of each request. kByPosition: all requests that
 // are not greedy go by match or gumbel; kLogprobs: chosen_logprob is wanted.
@@ -49,6 +20,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   __shared__ ListedShared shared;
   __shared__ ListedTokens listed;
   __shared__ SlotAhead slot;
+  __shared__ PoolAhead pool;
   __shared__ SharedRequest request;
   allow_next_launch();
   const RowCluster cluster;
@@ -65,35 +37,18 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   const int first = warp == kReadWarps ? last : cluster.rank * share + warp;
   const int vocab = static_cast<int>(p.vocab);
   Group<bf16> ahead[kLaneGroups], later[kLaneGroups];
-  const auto load = [&](const RowSource<bf16>& from, Group<bf16>(&to)[kLaneGroups], int chunk) {
-    const int token = chunk * kChunk + lane * kGroup;
-    if (from.aligned && (chunk + 1) * kChunk <= vocab) {  // one look for all four
-#pragma unroll
-      for (int g = 0; g < kLaneGroups; ++g)
-        to[g].words = load_words(from.data + token + g * kGroupStep);
-    } else {
-#pragma unroll
-      for (int g = 0; g < kLaneGroups; ++g) to[g] = from.group(token + g * kGroupStep);
-    }
-  };
-  const auto prefetch = [&](const RowSource<bf16>& from, int chunk) {  // a lane a line of 128 bytes
-    const int token = chunk * kChunk + lane * 64;
-    if (lane < kChunk / 64 && chunk < last && token < vocab) prefetch_l2(from.data + token);
-  };
   const auto load_first = [&](const RowSource<bf16>& from) {
-    if (first < last) load(from, ahead, first);
-    if (first + kReadWarps < last) load(from, later, first + kReadWarps);
-    prefetch(from, first + 2 * kReadWarps);
-    prefetch(from, first + 3 * kReadWarps);
+    if (first < last) load_tokens(from, first, ahead);
+    if (first + kReadWarps < last) load_tokens(from, first + kReadWarps, later);
   };
   // One warp works out what the request wants: 16 that do take longer. The others ask for the first
   // tokens meanwhile.
   LogitRow row{p.target_logits, DType::kBF16};
   if (warp == kReadWarps) {
     const FilterParams wanted = read_filters(p, b);
-    const ChainRequest own(p, b);
-    if (lane == 0) new (request.own) ChainRequest(own);
-    if (lane == 0) new (request.filters) FilterParams(own.greedy() ? FilterParams{} : wanted);
+    const float draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : 0.0f;
+    const ChainRequest own(p, b, &draft_temperature);
+    if (lane == 0) request.set(own, wanted);
   } else {
     if (p.cu_rows == nullptr) {
       row = row.plus(b * p.target_batch_stride + i * p.target_row_stride);
@@ -102,16 +57,14 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     for (int n = threadIdx.x; n < KeyBins::kCount; n += kReadThreads)
       reinterpret_cast<KeyBins*>(listed.at)->count[n] = 0;
     if (threadIdx.x == 0) listed.count = listed.top_k = 0;
-    ListedHistogram::clear(shared);
+    ListedHistogram::clear(shared, threadIdx.x, kReadThreads);
   }
   __syncthreads();
-  const ChainRequest r(p, *reinterpret_cast<const ChainRequest*>(request.own));
+  const ChainRequest r(p, request.get());
   if (i >= r.rows) return;
-  const FilterParams filters = *reinterpret_cast<const FilterParams*>(request.filters);
+  const FilterParams filters = request.filters();
   const bool filtered = filters.any(p.vocab), summed = !filtered || kLogprobs;
-  // is all that is wanted of the row what top-k leaves?
-  const bool ranked_first = filtered && filters.by_rank(p.vocab) && filters.top_k <= kReadThreads &&
-                            (filters.order != FilterOrder::kJoint || !filters.by_mass());
+  const bool ranked_first = ranks_first(filters, p.vocab, kReadThreads);
   row = r.target_row(i);
   const RowSource<bf16> source(row, RowEdits{}, vocab);
   if (p.cu_rows != nullptr) load_first(source);
@@ -119,7 +72,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
 
   ListedHistogram histogram(shared, cluster, source);
   if (warp == kReadWarps) {
-    const SlotAhead known = slot_ahead(r, i, source);
+    const SlotAhead known = slot_ahead(r, i, source, &pool);
     if (lane == 0) slot = known;
   } else {
     if (filtered) {
@@ -140,16 +93,10 @@ __global__ void __launch_bounds__(kCutThreads, 2)
                     index * row_chunks + chunk);
 #pragma unroll
         for (int g = 0; g < kLaneGroups; ++g) ahead[g] = later[g];
-        if (chunk + 2 * kReadWarps < last) load(source, later, chunk + 2 * kReadWarps);
-        prefetch(source, chunk + 4 * kReadWarps);
+        if (chunk + 2 * kReadWarps < last) load_tokens(source, chunk + 2 * kReadWarps, later);
       }
     } else {
-#pragma unroll 1
-      for (int chunk = first; chunk < last; chunk += kReadWarps) {
-        load(source, ahead, chunk);
-        sum_chunk(ahead, chunk * kChunk + lane * kGroup, r.greedy(), scale, chunks,
-                  index * row_chunks + chunk);
-      }
+      sum_chunks(source, r.greedy(), scale, chunks, index * row_chunks, first, last, kReadWarps);
     }
   }
 
@@ -163,15 +110,8 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   }
   const bool leads = cluster.rank == 0 && warp == kReadWarps;
   if (leads && summed) {
-    uint32_t unused;
-    const RowStats sums = combine_chunks(chunks.row(b, i), chunks.first + index * row_chunks,
-                                         row_chunks, scale, r.greedy(), &unused);
+    const RowStats sums = sum_row(r, i, slot, chunks, out);
     if (!filtered) stats = sums;
-    const bool usable = sums.faults == 0 && slot.x >= 0;
-    if (lane == 0) {
-      out->sum = sums.sum;
-      out->logprob = usable ? RowLaw(sums, r.temperature).log_probability(slot.logit) : 0.0f;
-    }
   }
   if (leads && lane == 0 && !summed) out->sum = 1;
   const RowLaw law(stats.top, 1, scale);
@@ -194,11 +134,11 @@ __global__ void __launch_bounds__(kCutThreads, 2)
         if (cluster.rank != 0) return;
         ListedOrder* order = reinterpret_cast<ListedOrder*>(shared.count);
         int kept;
-        const RowFilter filter = cut_listed(listed, law, filters, order, &kept);
+        const RowFilter filter = cut_listed<WholeBlock>(listed, law, filters, order, &kept);
         Slot verdict = judge_cut(r, slot, law, filter);
         const SlotQ q{verdict.one_hot, slot.draft_top, slot.draft_sum};
         const int32_t winner =
-            race_listed<kByPosition>(r, i, verdict, q, law, filter, kept, *order);
+            race_listed<WholeBlock, kByPosition>(r, i, verdict, q, law, filter, pool, kept, *order);
         if (kByPosition && winner == slot.x) verdict.outcome = Outcome::kAccept;
         if (leads) write_verdict(verdict, winner, stats, law, filter, slot, out);
         return;
@@ -207,6 +147,14 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     histogram.count_list();
   }
   ValueCut cut;
+  if (cluster.size == 1) {
+    cut = RowHistogram<WholeBlock>(shared, source).find(law, filters);
+    if (warp == kReadWarps) {
+      const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+      write_verdict(judge_cut(r, slot, law, filter), -1, stats, law, filter, slot, out);
+    }
+    return;
+  }
   if (histogram.find(law, filters, &cut) && warp == kReadWarps) {
     const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
     write_verdict(judge_cut(r, slot, law, filter), -1, stats, law, filter, slot, out);
