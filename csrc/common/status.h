@@ -6,9 +6,10 @@ namespace domino {
 
 enum Status : int {
   kOk = 0,
-  kBadDtype = -1,    // a dtype code that the op does not take
-  kNoCuda = -2,      // a CUDA tensor, but this build has no CUDA kernels
-  kBadArgument = -3  // sizes or strides that the op does not take
+  kBadDtype = -1,     // a dtype code that the op does not take
+  kNoCuda = -2,       // a CUDA tensor, but this build has no CUDA kernels
+  kBadArgument = -3,  // sizes or strides that the op does not take
+  kNoMemory = -4      // more shared memory than a block of this GPU may have
 };
 
 // "cudaErrorInvalidValue: invalid argument" and the like. Static storage.

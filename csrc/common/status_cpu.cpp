@@ -16,6 +16,8 @@ const char* status_name(int status) {
       return "no CUDA kernels in this build";
     case kBadArgument:
       return "unsupported size or stride";
+    case kNoMemory:
+      return "more shared memory needed than a block of this GPU may have";
   }
 #ifdef DOMINO_WITH_CUDA
   if (status > 0) return cuda_error_name(status);

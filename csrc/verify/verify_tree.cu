@@ -51,6 +51,8 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
     cudaFuncAttributes of_kernel;
     cudaError_t status = cudaFuncGetAttributes(&of_kernel, kernel);
     if (status != cudaSuccess) return status;
+    if (shared + static_cast<int64_t>(of_kernel.sharedSizeBytes) > device.shared_memory)
+      return kNoMemory;
     status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              device.shared_memory - static_cast<int>(of_kernel.sharedSizeBytes));
