@@ -58,6 +58,20 @@ inline int current_device(DeviceInfo* out) {
   return kOk;
 }
 
+// Lets a kernel have all the dynamic shared memory that a block of the current device may: not only
+// the `bytes` of this call, because threads with calls of other sizes set it at the same time.
+template <class Kernel>
+int allow_shared_memory(Kernel kernel, int64_t bytes) {
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
+  cudaFuncAttributes of_kernel;
+  const cudaError_t error = cudaFuncGetAttributes(&of_kernel, kernel);
+  if (error != cudaSuccess) return error;
+  const int most = device.shared_memory - static_cast<int>(of_kernel.sharedSizeBytes);
+  if (bytes > most) return kNoMemory;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+}
+
 struct LaunchShape {
   dim3 grid;
   int threads;

@@ -16,9 +16,7 @@ int log2_up(int64_t n) {
 template <class T, int kSteps, int kTiles, int kRank, bool kTable>
 int launch(const ChainBlockArgs& p, int servers, int bytes, bool overlap, cudaStream_t stream) {
   const auto kernel = chain_block<T, kSteps, kTiles, kRank, kTable>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
+  if (const int status = allow_shared_memory(kernel, bytes); status != kOk) return status;
   LaunchShape shape{dim3(p.chain_blocks + servers), BlockMemory<kTiles>::kThreads};
   shape.shared = bytes;
   shape.cooperative = true;

@@ -14,9 +14,7 @@ constexpr int64_t kScreenMemory = 227 << 10;  // likewise, for a block of a proc
 template <class... Args>
 int launch(void (*kernel)(ChainBlockParams, Args...), const ChainBlockParams& p, LaunchShape shape,
            cudaStream_t stream, const Args&... args) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
-  if (error != cudaSuccess) return error;
+  if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk) return status;
   launch_kernel(shape, stream, kernel, p, args...);
   return launched();
 }

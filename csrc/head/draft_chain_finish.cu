@@ -22,9 +22,7 @@ int launch(const ChainBlockParams& p, const DeviceInfo& device, cudaStream_t str
   shape.shared = bytes(warps) + 2 * p.batch * sizeof(int);
   shape.overlap = device.major >= 9 && !p.portable;
   shape.cooperative = true;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
-  if (error != cudaSuccess) return error;
+  if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk) return status;
   const bool raw = raw_base_logits(p.base_logits, p.vocab, p.base_batch_stride, p.base_slot_stride,
                                    p.base_dtype == p.dtype, p.bias || p.mask);
   launch_kernel(shape, stream, kernel, p, static_cast<int>(warps), raw);

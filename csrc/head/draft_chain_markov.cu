@@ -18,9 +18,7 @@ int launch(const MarkovArgs& p, cudaStream_t stream) {
   shape.shared = memory_of(p).bytes();
   shape.cluster = kMarkovBlocks;
   shape.overlap = true;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
-  if (error != cudaSuccess) return error;
+  if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk) return status;
   launch_kernel(shape, stream, kernel, p);
   return launched();
 }

@@ -213,12 +213,13 @@ __global__ void __launch_bounds__(kMarkovThreads, 2)
                       static_cast<uint64_t>(pair[1]) << 32 | pair[0],
                       peer + Memory::low_rank_barrier);
         }
-        await_phase(Memory::low_rank_barrier, j - max(first, prefix));
+        // a warp without tiles has no use for u, and might sleep past a phase
+        if (warp < senders) await_phase(Memory::low_rank_barrier, j - max(first, prefix));
         u_at = Memory::low_rank;
       }
-    } else if (step == 0) {
-      copy_async_wait<0>();
-      __syncthreads();
+    } else {
+      if (step == 0) copy_async_wait<0>();
+      __syncthreads();  // no warp is a whole turn of the keys' barriers behind
     }
 
     if (warp < senders) {

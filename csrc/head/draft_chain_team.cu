@@ -17,11 +17,10 @@ int log2_up(int64_t n) {
 
 // Lets the kernel have `bytes` of shared memory, in clusters that are larger than is portable.
 template <class Kernel>
-cudaError_t allow(Kernel kernel, int bytes, int cluster) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  return error != cudaSuccess || cluster <= kTeam
-             ? error
+int allow(Kernel kernel, int bytes, int cluster) {
+  const int status = allow_shared_memory(kernel, bytes);
+  return status != kOk || cluster <= kTeam
+             ? status
              : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
@@ -34,8 +33,7 @@ int count_clusters(int memory, int* count) {
   if (const int status = cudaGetDevice(&index); status != kOk) return status;
   if (index != known) {
     const auto kernel = chain_team<bf16, 4, 256, kBlocks>;
-    if (const cudaError_t error = allow(kernel, memory, kBlocks); error != cudaSuccess)
-      return error;
+    if (const int status = allow(kernel, memory, kBlocks); status != kOk) return status;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = kBlocks;
@@ -79,7 +77,7 @@ int launch(TeamArgs& p, int part, int most_bytes, cudaStream_t stream) {
                               StateMemory::bytes, fixed + p.stages * kStage});
   if (bytes > most_bytes) return kBadArgument;
   const auto kernel = chain_team<T, kSteps, kRank, kBlocks>;
-  if (const cudaError_t error = allow(kernel, bytes, kBlocks); error != cudaSuccess) return error;
+  if (const int status = allow(kernel, bytes, kBlocks); status != kOk) return status;
   LaunchShape shape{dim3((p.teams + state_clusters(p, kBlocks)) * kBlocks), kTeamThreads};
   shape.shared = bytes;
   shape.cluster = kBlocks;

@@ -41,9 +41,7 @@ int launch_score(const ExpandArgs& p, bool corrected, bool overlap, cudaStream_t
   const size_t memory = ScoreMemory(p, p.at, kTiles * kTileColumns, sizeof(T)).bytes;
   const auto kernel = expand_score<T, Base, kMma, kTiles>;
   if (memory > 40 << 10) {  // with the kernel's static arrays at most 48 KB need no attribute
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
-    if (error != cudaSuccess) return error;
+    if (const int status = allow_shared_memory(kernel, memory); status != kOk) return status;
   }
   LaunchShape shape{grid, kHeadThreads, memory, 1, overlap};
   if (!corrected && !p.recurrent()) {  // no launch in front has done it

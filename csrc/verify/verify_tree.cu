@@ -45,19 +45,8 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (status != cudaSuccess) return status;
   }
-  if (shared > 0) {
-    // what a block may have at most, not what this call takes: a thread with calls of another size
-    // sets it at the same time
-    cudaFuncAttributes of_kernel;
-    cudaError_t status = cudaFuncGetAttributes(&of_kernel, kernel);
-    if (status != cudaSuccess) return status;
-    if (shared + static_cast<int64_t>(of_kernel.sharedSizeBytes) > device.shared_memory)
-      return kNoMemory;
-    status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             device.shared_memory - static_cast<int>(of_kernel.sharedSizeBytes));
-    if (status != cudaSuccess) return status;
-  }
+  if (shared > 0)
+    if (const int status = allow_shared_memory(kernel, shared); status != kOk) return status;
   if (groups * size > INT32_MAX) return kBadArgument;
   LaunchShape shape{dim3(static_cast<unsigned>(groups * size)), threads};
   shape.shared = shared;

@@ -180,7 +180,8 @@ def lm_head(x: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
 def _streams_head(x: Tensor, weight: Tensor, most_rows: int) -> bool:
     rows, k = x.shape
     large = rows <= most_rows and weight.shape[0] >= HEAD_OUTPUTS
-    return large and k % 16 == 0 and _streams(x.device)
+    described = k % 16 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    return large and described and _streams(x.device)
 
 
 def _stream_head(
