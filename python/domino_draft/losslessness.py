@@ -93,12 +93,13 @@ def greedy_report(
     ids = torch.tensor([[*prompt, *output]], device=target.device)[:, :-1]
     chosen = torch.tensor(output, device=target.device)[:, None]
     start = len(prompt) - 1  # the logits at this position choose output[0]
-    whole = _logits(target, ids, start)
-    noise = _block_noise(target, ids, start, whole)
-    if target.dtype in _HALF:
-        # Shapes alone show too little where a sum fits one tile: it is then the same in each.
-        with _in_fp32(target):
-            noise = max(noise, _difference(_logits(target, ids, start), whole))
+    with sdpa_kernel(_ATTENTION):
+        whole = _logits(target, ids, start)
+        noise = _block_noise(target, ids, start, whole)
+        if target.dtype in _HALF:
+            # Shapes alone show too little where a sum fits one tile: it is then the same in each.
+            with _in_fp32(target):
+                noise = max(noise, _difference(_logits(target, ids, start), whole))
     if tolerance is None:
         tolerance = 1e-4 if target.dtype == torch.float32 else 2 * noise
     best, token = whole.max(dim=-1, keepdim=True)
@@ -121,8 +122,7 @@ def greedy_report(
 def _logits(target: Target, ids: Tensor, start: int) -> Tensor:
     """fp32 [columns from `start`, V] of one forward over ids [1, T]."""
     keep = torch.arange(start, ids.shape[1], device=ids.device)
-    with sdpa_kernel(_ATTENTION):
-        logits, _ = target.forward(ids, RowCache(1, ids.shape[1], ids.device), keep=keep)
+    logits, _ = target.forward(ids, RowCache(1, ids.shape[1], ids.device), keep=keep)
     return logits[0].float()
 
 
@@ -172,14 +172,12 @@ def _block_noise(target: Target, ids: Tensor, start: int, whole: Tensor) -> floa
     cache = RowCache(1, ids.shape[1], target.device)
     worst = 0.0
     if start:
-        with sdpa_kernel(_ATTENTION):
-            target.forward(ids[:, :start], cache, keep=torch.tensor([start - 1], device=ids.device))
+        target.forward(ids[:, :start], cache, keep=torch.tensor([start - 1], device=ids.device))
         cache.advance(torch.tensor([start], device=ids.device), [start])
     for at in range(start, ids.shape[1], _BLOCK):
         block = ids[:, at : at + _BLOCK]
         size = block.shape[1]
-        with sdpa_kernel(_ATTENTION):
-            logits, _ = target.forward(block, cache)
+        logits, _ = target.forward(block, cache)
         cache.advance(torch.tensor([size], device=ids.device), [size])
         same = whole[at - start : at - start + size]
         worst = max(worst, _difference(logits[0].float(), same))
