@@ -126,9 +126,8 @@ def shortlist(dtype, pools, optional):
     mask = torch.full((2, 3), -1, dtype=torch.int32) if optional else None
     bias, active = (torch.zeros(2, 70), torch.ones(1).int()) if optional else (None, None)
     ids = torch.zeros((2, 5) if pools == 1 else (2, 3, 5), dtype=torch.int32)
-    workspace = torch.zeros(1 << 13, dtype=torch.uint8)
     scores = torch.zeros(ids.shape) if optional else None
-    return base, 66, mask, bias, active, optional, workspace, ids, scores
+    return base, 66, mask, bias, active, optional, ids, scores
 
 
 def vocab_winners(dtype, optional):

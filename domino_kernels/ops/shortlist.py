@@ -7,16 +7,13 @@ from domino_kernels.ops import checks
 from domino_kernels.torch_library import DTYPES, check_status, define, target
 
 
-def _launch_shortlist(
-    base_logits, vocab_valid, mask, bias, num_active, portable, workspace, ids, scores
-):
+def _launch_shortlist(base_logits, vocab_valid, mask, bias, num_active, portable, ids, scores):
     batch, slots, vocab = base_logits.shape
     pools, size = (1, ids.size(1)) if ids.dim() == 2 else ids.shape[1:]
-    if workspace is None:  # here, where sizes are numbers also under torch.compile
-        need = 0
-        if ids.is_cuda:
-            need = _C.shortlist_workspace(batch=batch, pools=pools, vocab=vocab)
-        workspace = torch.empty(need, dtype=torch.uint8, device=ids.device)
+    need = 0  # made here, where sizes are numbers also under torch.compile
+    if ids.is_cuda:
+        need = _C.shortlist_workspace(batch=batch, pools=pools, vocab=vocab)
+    workspace = torch.empty(need, dtype=torch.uint8, device=ids.device)
     base_batch_stride, base_slot_stride, _ = base_logits.stride()
     status = _C.shortlist(
         ids=ids.data_ptr(),
@@ -45,8 +42,7 @@ def _launch_shortlist(
 
 _shortlist = define(
     "shortlist(Tensor base_logits, int vocab_valid, Tensor? mask, Tensor? bias, "
-    "Tensor? num_active, bool portable, Tensor(a!)? workspace, Tensor(b!) ids, "
-    "Tensor(c!)? scores) -> ()",
+    "Tensor? num_active, bool portable, Tensor(a!) ids, Tensor(b!)? scores) -> ()",
     _launch_shortlist,
 )
 
@@ -119,5 +115,5 @@ def shortlist(
         checks.tensor(op, "out", out, shape, torch.int32, device)
         checks.contiguous(op, "out", out)
     scores = torch.empty(shape, dtype=torch.float32, device=device) if return_scores else None
-    _shortlist(base_logits, vocab_valid, mask, bias, num_active, portable, None, out, scores)
+    _shortlist(base_logits, vocab_valid, mask, bias, num_active, portable, out, scores)
     return (out, scores) if return_scores else out
