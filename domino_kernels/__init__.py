@@ -13,7 +13,7 @@ from domino_kernels.version import __version__
 _HOME = {
     "Expansion": "domino_kernels.ops.expand",
     "HeadWeights": "domino_kernels.ops.head_weights",
-    "ChainPlan": "domino_kernels.ops.draft_chain",
+    "ChainPlan": "domino_kernels.ops.chain_plan",
     "DraftResult": "domino_kernels.ops.draft_chain",
     "draft_chain": "domino_kernels.ops.draft_chain",
     "draft_chain_out": "domino_kernels.ops.draft_chain",

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import domino_kernels
 from domino_kernels import _C, HeadWeights
-from domino_kernels.ops.draft_chain import _workspace_bytes
+from domino_kernels.ops.chain_plan import chain_workspace_bytes
 from domino_kernels.ops.verify import _workspace_words
 
 
@@ -133,7 +133,7 @@ def test_workspace_size_is_that_of_draft_chain():
                 batch=batch, drafts=drafts, prefix=prefix, vocab=11, units=units, rank=rank
             )
             needed = _C.draft_chain_workspace(**sizes, pool_size=pool_size, pools=pools)
-            size = _workspace_bytes(batch, drafts, pool_size, pools, head)
+            size = chain_workspace_bytes(batch, drafts, pool_size, pools, head)
             assert size >= needed if prefix else size == needed
 
 

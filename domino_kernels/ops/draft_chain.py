@@ -6,12 +6,17 @@ import torch
 
 from domino_kernels import _C
 from domino_kernels.ops import checks
-from domino_kernels.ops.draft_chain_triton import launch_triton, triton_workspace_bytes
-from domino_kernels.ops.head_weights import LOW_RANK, HeadWeights
+from domino_kernels.ops.chain_plan import (
+    ChainPlan,
+    chain_workspace_bytes,
+    check_weights,
+    pool_size_of,
+    slot_pools_of,
+)
+from domino_kernels.ops.draft_chain_triton import launch_triton
+from domino_kernels.ops.head_weights import LOW_RANK
 from domino_kernels.torch_library import DTYPES, check_status, define, place
 
-POOLS = ("block", "slot")
-BACKENDS = ("cuda", "triton")
 _MOST_DRAWN = 28  # drafts that the block form takes: kEpochStride of csrc/head/draft_chain.h less 4
 
 
@@ -57,7 +62,7 @@ class DraftResult(NamedTuple):
             raise ValueError(
                 f"draft_chain: vocab_valid: got {valid!r}, expected 1..{weights.vocab_size}"
             )
-        size = _pool_size("draft_chain", pool_size, batch, valid)
+        size = pool_size_of("draft_chain", pool_size, batch, valid)
         new = lambda dtype, *shape: torch.empty(shape, dtype=dtype, device=weights.device)  # noqa: E731
         return cls(
             new(torch.int64, batch, num_drafts),
@@ -70,43 +75,6 @@ class DraftResult(NamedTuple):
             if sampled and dense_q
             else None,
         )
-
-
-class ChainPlan:
-    """The memory that draft_chain's launches share, for calls of up to `batch` rows.
-
-    Args:
-        weights: HeadWeights of the calls; others may take their place, of the same G and R.
-        batch, num_drafts, pool_size, pool: the largest that a call will have; pool_size None: the
-            default of a call of this batch.
-        backend: "cuda", or "triton": the calls' kernels (on a CPU, the twin or the interpreter).
-
-    One call, or one graph replay, may use a plan at a time; what may run at the same time needs a
-    plan each. The memory holds the epochs of the exchanges between thread blocks: nobody else may
-    write to it.
-    """
-
-    def __init__(
-        self, weights, batch, *, num_drafts=15, pool_size=None, pool="block", backend="cuda"
-    ):
-        op = "ChainPlan"
-        _check_weights(op, weights)
-        if backend not in BACKENDS:
-            names = ", ".join(BACKENDS)
-            raise ValueError(f"{op}: backend: got {backend!r}, expected one of {names}")
-        pool_size = _pool_size(op, pool_size, batch, weights.vocab_size)
-        pools = num_drafts if _slot_pools(op, pool) else 1
-        self.backend = backend
-        # asked for once more where a call's sizes are others
-        self.made_for = weights, batch, num_drafts, pool_size, pools
-        self.size = _workspace_bytes(batch, num_drafts, pool_size, pools, weights, backend)
-        self.workspace = torch.empty(self.size, dtype=torch.uint8, device=weights.device)
-        kept = _kept_bytes(weights)
-        self.workspace[:kept].zero_()
-        self.scratch = self.workspace[kept:]  # nothing in here outlives a call
-
-    def __repr__(self):
-        return f"ChainPlan({self.workspace.nbytes / 2**20:.1f} MiB, {self.workspace.device})"
 
 
 def _launch(
@@ -323,7 +291,7 @@ def draft_chain(
     batch = checks.sizes(op, "base_logits", base_logits, "[B, S, V]")[0]
     if not isinstance(num_drafts, int) or num_drafts < 1:
         raise ValueError(f"{op}: num_drafts: got {num_drafts!r}, expected at least 1")
-    _check_weights(op, weights)
+    check_weights(op, weights)
     if plan is None:
         plan = ChainPlan(
             weights,
@@ -408,7 +376,7 @@ def draft_chain_out(
         TypeError, ValueError: an argument does not fit, or requires grad (the op has no gradient).
     """
     op = "draft_chain"
-    _check_weights(op, weights)
+    check_weights(op, weights)
     if not isinstance(out, DraftResult):
         raise TypeError(f"{op}: out: got {type(out).__name__}, expected a DraftResult")
     w2, hidden_size = weights.w2, weights.hidden_size
@@ -435,8 +403,8 @@ def draft_chain_out(
     vocab_valid = vocab if vocab_valid is None else vocab_valid
     if not isinstance(vocab_valid, int) or not 1 <= vocab_valid <= vocab:
         raise ValueError(f"{op}: vocab_valid: got {vocab_valid!r}, expected 1..{vocab}")
-    slot_pools = _slot_pools(op, pool)
-    pool_size = _pool_size(op, pool_size, batch, vocab_valid)
+    slot_pools = slot_pools_of(op, pool)
+    pool_size = pool_size_of(op, pool_size, batch, vocab_valid)
 
     wide = batch, drafts
     checks.output(op, "out.tokens", out.tokens, wide, torch.int64, device)
@@ -491,7 +459,7 @@ def draft_chain_out(
                 f"{op}: plan: got one for weights of G={made.state_size}, R={made.rank}, expected "
                 f"G={weights.state_size}, R={weights.rank}"
             )
-        need = _workspace_bytes(batch, drafts, pool_size, pools, weights, plan.backend)
+        need = chain_workspace_bytes(batch, drafts, pool_size, pools, weights, plan.backend)
     if workspace.device != device or workspace.numel() < need:
         raise ValueError(
             f"{op}: plan: got {workspace.numel()} bytes on {workspace.device}, expected at least "
@@ -548,59 +516,3 @@ def draft_chain_out(
         *law,
     )
     return out
-
-
-def _check_weights(op, weights):
-    if not isinstance(weights, HeadWeights):
-        raise TypeError(f"{op}: weights: got {type(weights).__name__}, expected HeadWeights")
-
-
-def _slot_pools(op, pool):
-    if pool not in POOLS:
-        raise ValueError(f"{op}: pool: got {pool!r}, expected one of {', '.join(POOLS)}")
-    return pool == "slot"
-
-
-def _pool_size(op, size, batch, vocab):
-    if size is None:
-        size = 2048 if batch <= 8 else 512
-    elif not isinstance(size, int) or size < 1:
-        raise ValueError(f"{op}: pool_size: got {size!r}, expected at least 1")
-    return min(size, vocab)
-
-
-def _workspace_bytes(batch, drafts, pool_size, pools, weights, backend="cuda"):
-    """The larger of the two forms' workspaces (csrc/head/draft_chain.h), for any prefix.
-
-    In Python, so that torch.compile can trace it; tests compare it with the kernels' own.
-    """
-    if backend == "triton":
-        return triton_workspace_bytes(batch, drafts, pool_size, weights)
-    if weights.device.type == "cpu":
-        return 0
-    vocab, units, rank = weights.vocab_size, weights.state_size, weights.rank
-    rows, tiles = batch * drafts, _up(vocab, 128) // 128
-    block = (
-        3 * batch * 4,
-        rows * 8,
-        batch * pools * pool_size * 4,
-        rows * rank * 4,
-        rows * rank * 2,
-    )
-    block += (rows * units * 2, rows * tiles * 4, rows * 16 * 8)
-    tile, wide, low = _up(batch, 32), _up(units, 32), _up(rank, 32)
-    plain = (rows * 8, rows * rank * 4, tile * wide * 4, tile * wide * 4, tile * low * 4)
-    largest = max(sum(_up(part, 256) for part in parts) for parts in (block, plain))
-    return _kept_bytes(weights) + largest
-
-
-def _kept_bytes(weights):
-    """What stands first in a workspace and is kept from call to call: control and exchange."""
-    if weights.device.type == "cpu":
-        return 0
-    units, rank = weights.state_size, weights.rank
-    return 256 + _up(256 * rank + 4 * (128 * units + 16384) + 6144 * units + 8192, 256)
-
-
-def _up(n, to):
-    return (n + to - 1) // to * to
