@@ -12,7 +12,7 @@ from domino_draft.requests import Law, Sampling
 from .conftest import tiny_model
 from .test_cli import invoke
 from .test_law import ALARM, g_test
-from .test_sampling import CUDA, texts_of
+from .test_sampling import CUDA, check_neighbours, texts_of
 
 EDITS = [
     {},
@@ -98,17 +98,7 @@ def test_repetition_penalty_and_bias_are_those_of_transformers(tiny_config):
 @FUSED
 @DEVICE
 def test_neighbours_change_nothing(tiny_config, device, fused):
-    target, drafter = make(tiny_config, device)
-    settings = dict(max_length=60, fused=fused)
-    engine = Engine(target, drafter, max_batch=4, **settings)
-    engine.warmup([4], edited=True)
-    for i, law in enumerate(EDITS):
-        engine.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
-    together = texts_of(engine, len(EDITS))
-    for i, law in enumerate(EDITS):
-        alone = Engine(target, drafter, max_batch=1, **settings)
-        alone.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
-        assert texts_of(alone, 1) == [together[i]]
+    check_neighbours(*make(tiny_config, device), EDITS, fused, edited=True)
 
 
 @FUSED

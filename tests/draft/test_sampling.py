@@ -31,6 +31,21 @@ def texts_of(engine, count):
     return texts
 
 
+def check_neighbours(target, drafter, laws, fused, **warmup):
+    """Each request of `laws`, more than rows, has the text that it has alone."""
+    settings = dict(max_length=60, fused=fused)
+    engine = Engine(target, drafter, max_batch=4, **settings)
+    if warmup:
+        engine.warmup([4], **warmup)
+    for i, law in enumerate(laws):
+        engine.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
+    together = texts_of(engine, len(laws))
+    for i, law in enumerate(laws):
+        alone = Engine(target, drafter, max_batch=1, **settings)
+        alone.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
+        assert texts_of(alone, 1) == [together[i]]
+
+
 def make(tiny_config, device="cpu"):
     torch.manual_seed(0)
     target = Target(tiny_model("Llama", initializer_range=0.2).to(device))
@@ -40,16 +55,7 @@ def make(tiny_config, device="cpu"):
 @pytest.mark.parametrize("fused", [False, True], ids=["stock", "fused"])
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_neighbours_change_nothing(tiny_config, device, fused):
-    target, drafter = make(tiny_config, device)
-    settings = dict(max_length=60, fused=fused)
-    engine = Engine(target, drafter, max_batch=4, **settings)  # more requests than rows
-    for i, law in enumerate(FILTERS):
-        engine.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
-    together = texts_of(engine, len(FILTERS))
-    for i, law in enumerate(FILTERS):
-        alone = Engine(target, drafter, max_batch=1, **settings)
-        alone.add([5, 6 + i], 20 + i, seed=i, stop_token_ids=(), **law)
-        assert texts_of(alone, 1) == [together[i]]
+    check_neighbours(*make(tiny_config, device), FILTERS, fused)
 
 
 def assert_filtered(target, found, law):
