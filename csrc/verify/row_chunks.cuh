@@ -116,6 +116,25 @@ __device__ __forceinline__ uint32_t first_of(const Group<T> (&groups)[kLaneGroup
   return __reduce_min_sync(kFullMask, id);
 }
 
+// What a row's law needs of the chunk in `groups`, to place `at`: its top, the lowest id of it
+// where `first`, the weights' sum where `sum`.
+template <class T>
+__device__ __forceinline__ void sum_chunk(const Group<T> (&groups)[kLaneGroups], int token,
+                                          bool first, bool sum, float scale,
+                                          const ChainWorkspace& workspace, int64_t at) {
+  const int lane = threadIdx.x % kWarpSize;
+  const uint32_t own = logit_key(lane_top(groups));
+  const uint32_t key = __reduce_max_sync(kFullMask, own);
+  const float top = key_logit(key);
+  ChunkStats out{key, {0, 0, 0}};
+  if (first) {
+    const uint32_t id = first_of(groups, token, top, own == key);
+    if (lane == 0) workspace.first[at] = id;
+  }
+  if (sum && key < kInfinityKey && key > kEmptyKey) chunk_digits(groups, top, scale, out.digits);
+  if (lane == 0) *reinterpret_cast<uint4*>(workspace.chunks + at) = reinterpret_cast<uint4&>(out);
+}
+
 // Grid: blocks of `row_blocks` to a row, `steps` chunks to a warp. T: the dtype of all rows, none
 // of them edited; void: any.
 template <class T>
@@ -157,19 +176,8 @@ __global__ void __launch_bounds__(kRowWarps* kWarpSize)
 #pragma unroll
     for (int g = 0; g < kLaneGroups; ++g) groups[g] = ahead[g];
     if (chunk + kRowWarps < last) load(chunk + kRowWarps);
-    const int token = chunk * kChunk + lane * kGroup;
-    const int64_t at = row_index * chunks + chunk;
-    const uint32_t own = logit_key(lane_top(groups));
-    const uint32_t key = __reduce_max_sync(kFullMask, own);
-    const float top = key_logit(key);
-    ChunkStats out{key, {0, 0, 0}};
-    if (wants_first) {
-      const uint32_t id = first_of(groups, token, top, own == key);
-      if (lane == 0) workspace.first[at] = id;
-    }
-    if (wants_sum && key < kInfinityKey && key > kEmptyKey)
-      chunk_digits(groups, top, scale, out.digits);
-    if (lane == 0) *reinterpret_cast<uint4*>(workspace.chunks + at) = reinterpret_cast<uint4&>(out);
+    sum_chunk(groups, chunk * kChunk + lane * kGroup, wants_first, wants_sum, scale, workspace,
+              row_index * chunks + chunk);
   }
 }
 

@@ -131,24 +131,7 @@ __device__ __forceinline__ void load_tokens(const RowSource<bf16>& from, int chu
   }
 }
 
-// What verify_rows_kernel finds out about a chunk of a row (row_chunks.cuh).
-__device__ __forceinline__ void sum_chunk(const Group<bf16> (&groups)[kLaneGroups], int token,
-                                          bool greedy, float scale, const ChainWorkspace& chunks,
-                                          int64_t at) {
-  const int lane = threadIdx.x % kWarpSize;
-  const uint32_t own = logit_key(lane_top(groups));
-  const uint32_t key = __reduce_max_sync(kFullMask, own);
-  const float top = key_logit(key);
-  ChunkStats out{key, {0, 0, 0}};
-  if (greedy) {
-    const uint32_t id = first_of(groups, token, top, own == key);
-    if (lane == 0) chunks.first[at] = id;
-  }
-  if (key < kInfinityKey && key > kEmptyKey) chunk_digits(groups, top, scale, out.digits);
-  if (lane == 0) *reinterpret_cast<uint4*>(chunks.chunks + at) = reinterpret_cast<uint4&>(out);
-}
-
-// The same of chunks `first`, `first` + `step` and so on of a row, of which chunk 0 is that at
+// sum_chunk() of chunks `first`, `first` + `step` and so on of a row, of which chunk 0 is that at
 // `at`.
 __device__ __forceinline__ void sum_chunks(const RowSource<bf16>& source, bool greedy, float scale,
                                            const ChainWorkspace& chunks, int64_t at, int first,
@@ -158,7 +141,7 @@ __device__ __forceinline__ void sum_chunks(const RowSource<bf16>& source, bool g
     Group<bf16> groups[kLaneGroups];
     load_tokens(source, chunk, groups);
     const int token = chunk * kChunk + threadIdx.x % kWarpSize * kGroup;
-    sum_chunk(groups, token, greedy, scale, chunks, at + chunk);
+    sum_chunk(groups, token, greedy, true, scale, chunks, at + chunk);
   }
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
         for (int g = 0; g < kLaneGroups; ++g)
           histogram.add(ahead[g], chunk * kChunk + g * kGroupStep + lane * kGroup);
         if constexpr (kLogprobs)
-          sum_chunk(ahead, chunk * kChunk + lane * kGroup, false, scale, chunks,
+          sum_chunk(ahead, chunk * kChunk + lane * kGroup, false, true, scale, chunks,
                     index * row_chunks + chunk);
 #pragma unroll
         for (int g = 0; g < kLaneGroups; ++g) ahead[g] = later[g];
