@@ -92,6 +92,7 @@ SPILLS = {
     "verify_tree": 604,
     # judges and readers share 64 registers, and the judges spill; verify_draw of 80 registers 184
     "verify_cut": 332,
+    "verify_dense": 756,  # the same with rows of q, outside its loops
     "verify_listed": 176,  # outside its loops
 }
 

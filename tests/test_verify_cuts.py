@@ -77,11 +77,19 @@ def arguments_of(kind, batch, drafts, vocab, form, generator):
     arguments = with_q(arguments, form, min(5, vocab), generator)
     if form == "pool":
         arguments["draft_ids"] = arguments["draft_ids"].contiguous()
+    if form == "dense":
+        # 0 is no law; at the smallest all weight is on the greatest
+        arguments["draft_temperature"] = choose(0.0, 0.5, 0.7, 1.0, 1.3, 30.0, 1e-7)
+        draft[5::9, 0, vocab // 3] = torch.nan
+        draft[6::9, -1, vocab // 3] = torch.inf
+        draft[7::9, drafts // 2] = -torch.inf
     return arguments
 
 
 @pytest.mark.parametrize(
-    "rule, form", [("token", "none"), ("token", "pool"), ("token", "scalar"), ("block", "pool")]
+    "rule, form",
+    [("token", f) for f in ("none", "pool", "scalar", "dense")]
+    + [("block", "pool"), ("block", "dense")],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuts_by_value(kind, rule, form):
@@ -123,8 +131,17 @@ def test_draws_of_every_row(rule, kind):
                     raise AssertionError(f"{shape}, {order}, logprobs {logprobs}") from error
 
 
-@pytest.mark.parametrize("rule", ["token", "match", "block"])
-def test_cuts_of_real_vocabularies(rule):
+@pytest.mark.parametrize(
+    "rule, form",
+    [
+        ("token", "none"),
+        ("token", "dense"),
+        ("match", "none"),
+        ("block", "pool"),
+        ("block", "dense"),
+    ],
+)
+def test_cuts_of_real_vocabularies(rule, form):
     """Clusters of 8, 4, 2 and 1 blocks a row, and blocks that take several; a request's rows are
     read from rows out of line."""
     generator = torch.Generator().manual_seed(20261131)
@@ -136,7 +153,6 @@ def test_cuts_of_real_vocabularies(rule):
         (36, 15, 8000),
     ]:
         for kind in ("normal", "peaked"):
-            form = "pool" if rule == "block" else "none"
             arguments = arguments_of(kind, batch, drafts, vocab, form, generator)
             arguments["temperature"] = torch.full((batch,), 0.7)
             arguments["top_p"] = torch.full((batch,), 0.95)
@@ -146,6 +162,43 @@ def test_cuts_of_real_vocabularies(rule):
             arguments["rule"] = rule
             kernel = verify_chain(**to(arguments, "cuda"))
             assert_same(kernel, verify_chain(**arguments))
+
+
+@pytest.mark.parametrize("batch", [6, 140])
+def test_coins_at_the_edge_of_a_dense_law(batch):
+    """Draft temperatures at which u q(x) is p(x) up to rounding, and next to them: what is known of
+    q's sum while its row is read does not decide. With 280 rows blocks take several each."""
+    generator = torch.Generator().manual_seed(20261203)
+    vocab = 1500
+    arguments = arguments_of("normal", batch, 1, vocab, "dense", generator)
+    target, draft = (rows("normal", (batch, n, vocab), generator) for n in (2, 1))
+    likely = target[:, 0].float().topk(5, -1).indices
+    draft[torch.arange(batch), 0, likely[:, 4]] = 9.0  # q falls as the temperature rises
+    arguments |= dict(
+        target_logits=target,
+        draft_logits=draft,
+        draft_tokens=likely[:, 4:],
+        temperature=torch.full((batch,), 1.0),
+        top_k=torch.where(torch.arange(batch) % 2 == 0, 0, 50).int(),
+        top_p=torch.full((batch,), 0.95),
+        min_p=None,
+    )
+
+    def accepts(told):
+        return verify_chain(**arguments | {"draft_temperature": told}).num_accepted == 1
+
+    low, high = torch.full((batch,), 0.4), torch.full((batch,), 20.0)
+    assert (~accepts(low) & accepts(high)).sum() >= batch // 3
+    while True:
+        middle = (low + high) / 2
+        if not ((middle > low) & (middle < high)).any():
+            break
+        yes = accepts(middle)
+        low, high = low.where(yes, middle), high.where(~yes, middle)
+    for step in (0.0, 2.0**-23, 2.0**-20, 2.0**-17, 2.0**-14):
+        for at in (low * (1 - step), high * (1 + step)):
+            told = arguments | {"draft_temperature": at}
+            assert_same(verify_chain(**to(told, "cuda")), verify_chain(**told))
 
 
 def test_weights_apart_among_values_near_zero():

@@ -46,10 +46,13 @@ DOMINO_HD bool counts_values(const VerifyChainParams& p) {
   const bool edited = p.logit_bias != nullptr || p.repetition_penalty != nullptr ||
                       p.presence_penalty != nullptr || p.frequency_penalty != nullptr ||
                       p.grammar_mask != nullptr;
+  // Z of the block rule takes all kept tokens, and without a top-k those can be most of a row
   const bool dense = (p.rule == VerifyRule::kToken || p.rule == VerifyRule::kBlock) &&
                      p.draft_logits != nullptr && p.draft_ids == nullptr;
+  const bool few =
+      p.draft_dtype == DType::kBF16 && (p.rule == VerifyRule::kToken || p.top_k != nullptr);
   return filtered && one_rule && p.temperature != nullptr && p.target_dtype == DType::kBF16 &&
-         !edited && !dense && p.top_logprobs == 0 && !p.all_stats;
+         !edited && (!dense || few) && p.top_logprobs == 0 && !p.all_stats;
 }
 
 // Where q comes from.

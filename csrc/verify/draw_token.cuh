@@ -2,8 +2,7 @@
 // end, and the race (race_draw.cuh), by a cluster. Bytes: the row.
 #pragma once
 
-#include "verify/race_draw.cuh"
-#include "verify/slot_verdict.cuh"
+#include "verify/draft_row.cuh"
 
 namespace domino {
 
@@ -11,8 +10,9 @@ constexpr int kDrawWarps = 8;  // 128 registers a thread: beside a block of veri
 constexpr int kDrawThreads = kDrawWarps * kWarpSize;
 
 // Tokens of this logit up to an id. All threads of the cluster call it and get the same.
-__device__ __noinline__ int count_ties(const RowCluster& cluster, const RowSource<bf16>& source,
-                                       float logit, int64_t last_id) {
+static __device__ __noinline__ int count_ties(const RowCluster& cluster,
+                                              const RowSource<bf16>& source, float logit,
+                                              int64_t last_id) {
   __shared__ uint32_t shared_count;
   unsigned long long own = 0;
   for_each_step(cluster, source, [&](int token, const auto& group) {
@@ -30,8 +30,9 @@ __device__ __noinline__ int count_ties(const RowCluster& cluster, const RowSourc
 
 // The last of the first `ties` tokens of this logit: warps count those of equal stretches of the
 // row, then the warp that has it looks through its own. All threads of the cluster call it.
-__device__ __noinline__ int32_t last_tie(const RowCluster& cluster, const RowSource<bf16>& source,
-                                         float logit, int ties) {
+static __device__ __noinline__ int32_t last_tie(const RowCluster& cluster,
+                                                const RowSource<bf16>& source, float logit,
+                                                int ties) {
   __shared__ int counts[kDrawWarps];
   __shared__ int32_t found;
   constexpr int kStep = kWarpSize * kGroup;
@@ -116,6 +117,56 @@ __device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const C
     kept.cut_id = last_tie(cluster, source, filter.cut_logit, -filter.cut_id);
     if (token <= kept.cut_id) return token;
   }
+}
+
+// The exact sum of the row of q of slot i, for the slot's verdict in shared memory. All threads of
+// the cluster call it.
+static __device__ __noinline__ void sum_draft_by_cluster(const RowCluster cluster,
+                                                         const ChainRequest& r, int i,
+                                                         const ChainWorkspace& chunks,
+                                                         SlotVerdict* slot) {
+  sum_draft_row(r, i, chunks, cluster.rank * kDrawWarps + threadIdx.x / kWarpSize,
+                static_cast<int>(chunks.row_chunks), cluster.size * kDrawWarps);
+  cluster.sync();
+  if (threadIdx.x < kWarpSize) {
+    const RowStats stats = draft_stats(r, i, chunks);
+    if (threadIdx.x == 0) {
+      slot->draft_sum = stats.sum;
+      slot->draft_top = stats.top;
+    }
+  }
+  __syncthreads();
+}
+
+// draw_token() among the row's kept tokens, as they are listed: every block for itself.
+static __device__ __noinline__ int64_t race_kept(const ChainRequest& r, int i, Outcome outcome,
+                                                 const SlotVerdict& slot, const uint64_t* tokens,
+                                                 const RaceNoise& noise, float reach = 1.0f) {
+  const RowLaw law(slot.top, slot.sum, law_scale(r.temperature));
+  const SlotQ q{(slot.status & kTakenAsOneHot) != 0, slot.draft_top, slot.draft_sum};
+  const DrawWeights weights = draw_weights(r, i, outcome, q, law, slot.filter, reach);
+  // not through the weights: ptxas 13.0 then takes the row for local memory here
+  const RowSource<bf16> draft = draft_source(r, i);
+  const int kept = static_cast<int>(slot.status >> kKeptShift);
+  unsigned long long key = kNoWinner;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < kept; n += kDrawThreads) {
+    const uint64_t word = __ldcg(reinterpret_cast<const unsigned long long*>(tokens) + n);
+    const uint32_t token = static_cast<uint32_t>(word);
+    if (token == weights.without) continue;
+    const NoiseWords four = noise.words(token / 4);
+    const uint32_t random = token % 4 == 0   ? four.word[0]
+                            : token % 4 == 1 ? four.word[1]
+                            : token % 4 == 2 ? four.word[2]
+                                             : four.word[3];
+    float weight = weights.scaled(ListedOrder::logit(word));
+    if (weights.q == DraftLaw::kDense)
+      weight = add_rn(weight, -weights.draft.probability(draft.at(token)));
+    const unsigned long long mine = race_key(weight, random, token);
+    key = mine < key ? mine : key;
+  }
+  key = least_of_block(key);
+  return key == kNoWinner ? -1 : static_cast<int64_t>(key & 0xffffffffu);
 }
 
 }  // namespace domino

@@ -1,6 +1,7 @@
-// The block rule (block_walk.h) in two launches behind the rows: the filtered p(x) of every draft,
-// then Z of every row given the reaches, and the cluster that is last of its request walks. A
-// cluster owns one row. Bytes: with dense q every row of p and q once more.
+// The block rule (block_walk.h) where values are not counted (draw_block.cuh otherwise), in two
+// launches behind the rows: the filtered p(x) of every draft, then Z of every row given the
+// reaches, and the cluster that is last of its request walks. A cluster owns one row. Bytes: with
+// dense q every row of p and q once more.
 #pragma once
 
 #include "verify/block_walk.h"

@@ -93,13 +93,16 @@ constexpr int64_t kMaxVocab = int64_t{1} << 23;
 // What blocks of verify_greedy tell each other, in front of the workspace: 0 between calls.
 constexpr int64_t kGreedyWords = 16384;
 
+constexpr int64_t kRowRecordBytes = 96;  // what was found of a row
+constexpr int64_t kKeptTokens = 128;     // of a row with dense q: 8 bytes each
+
 // Bytes of CUDA workspace: the words above, of each row its chunks of 1024 tokens (16 bytes and 4),
-// of each request's rows what was found (96) and 4.
+// of each request 4, of its rows what was found, and with dense q their kept tokens.
 inline int64_t verify_chain_workspace(int64_t batch, int64_t drafts, int64_t vocab, bool dense) {
   const int64_t rows = batch * (drafts + 1 + (dense ? drafts : 0));
   const int64_t words = rows * ((vocab + 1023) / 1024) + batch;
   return kGreedyWords * 8 + rows * ((vocab + 1023) / 1024) * 16 + (words + 3) / 4 * 16 +
-         batch * (drafts + 1) * 96;
+         batch * (drafts + 1) * (kRowRecordBytes + (dense ? kKeptTokens * 8 : 0));
 }
 int verify_chain_cuda(const VerifyChainParams& p, void* stream);
 int verify_chain_cpu(const VerifyChainParams& p);

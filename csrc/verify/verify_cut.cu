@@ -27,10 +27,17 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
     return kBadArgument;
   LaunchShape shape{dim3(static_cast<unsigned>(rows * row_blocks)), kCutThreads};
   shape.cluster = row_blocks;
+  const bool dense = is_dense(p) && !draws_every_row(p);
+  const DenseKernels of_dense = dense ? dense_kernels(p) : DenseKernels{};
   if (rows <= resident || p.chosen_logprob != nullptr) {
-    launch_listed(shape, p, stream);
+    if (dense)
+      launch_kernel(shape, as_stream(stream), of_dense.listed, p);
+    else
+      launch_listed(shape, p, stream);
   } else {
-    const auto cut = draws_every_row(p) ? verify_cut_kernel<true> : verify_cut_kernel<false>;
+    const auto cut = dense                ? of_dense.cut
+                     : draws_every_row(p) ? verify_cut_kernel<true>
+                                          : verify_cut_kernel<false>;
     shape.grid = dim3(static_cast<unsigned>(resident));
     shape.cluster = 1;
     shape.shared = sizeof(RowsShared);
@@ -40,7 +47,8 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
     launch_kernel(shape, as_stream(stream), cut, p, static_cast<int>(rows));
   }
   if (const int status = launched(); status != kOk) return status;
-  const auto draw = draws_every_row(p)             ? verify_draw_kernel<VerifyRule::kMatch>
+  const auto draw = dense                          ? of_dense.draw
+                    : draws_every_row(p)           ? verify_draw_kernel<VerifyRule::kMatch>
                     : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
                     : p.batch > 16                 ? verify_draw_kernel<VerifyRule::kToken, 3>
                                                    : verify_draw_kernel<VerifyRule::kToken>;

@@ -1,7 +1,7 @@
 // Second launch of verify_chain behind verify_cut.cuh or verify_listed.cuh: a cluster owns a
 // request. It takes the first slot that does not accept from what the rows' clusters found, and
-// races for the last token (race_draw.cuh), unless that has been done. Bytes: 64 a row, and one
-// row; bound by latency.
+// races for the last token (race_draw.cuh), unless that has been done. With dense q it sums up the
+// row of q of that token where nobody has. Bytes: 64 a row, and one row or two; bound by latency.
 #pragma once
 
 #include "verify/draw_block.cuh"
@@ -10,16 +10,16 @@ namespace domino {
 
 // Grid: a cluster for each request. kRule: of all requests that are not greedy; kToken with coins
 // of slots, kMatch with draws of positions.
-// kResident: blocks of a processor at least.
-template <VerifyRule kRule, int kResident = 2>
+// kResident: blocks of a processor at least. kDense: by rows of q.
+template <VerifyRule kRule, int kResident = 2, bool kDense = false>
 __global__ void __launch_bounds__(kDrawThreads, kResident)
     verify_draw_kernel(const __grid_constant__ VerifyChainParams p) {
   __shared__ uint4 shared_slots[kWarpSize * sizeof(SlotVerdict) / sizeof(uint4)];
-  const SlotVerdict* slots = reinterpret_cast<const SlotVerdict*>(shared_slots);  // from base on
+  SlotVerdict* slots = reinterpret_cast<SlotVerdict*>(shared_slots);  // from base on
   const RowCluster cluster;
   const int64_t b = blockIdx.x / cluster.size;
   const ChainRequest r(p, b);
-  const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, false);
+  const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, kDense);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const BlockNoise noise = r.noise();  // its own trip to memory, while the rows are read
   previous_launch_done();
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     return;
   }
   if constexpr (kRule == VerifyRule::kBlock) {
-    if (r.by_block()) return draw_block(cluster, r, slot_verdicts(chunks) + b * (p.drafts + 1));
+    if (r.by_block()) return draw_block<kDense>(cluster, r, chunks);
   }
   uint32_t bits = r.faults;
   int stop = 0, base = -kWarpSize;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     stop = next;
     if (stops == 0) continue;
 
-    const SlotVerdict& slot = slots[stop - base];
+    SlotVerdict& slot = slots[stop - base];
     Outcome outcome = slot.outcome;
     if (outcome == Outcome::kFail) break;
     if (outcome == Outcome::kArgmax) {
@@ -80,6 +80,11 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     }
     last = slot.winner;
     if (last >= 0) break;
+    if constexpr (kDense) {
+      if (outcome == Outcome::kResidual && has_draft_row(r, stop) && slot.draft_sum == 0 &&
+          (slot.status & kTakenAsOneHot) == 0)
+        sum_draft_by_cluster(cluster, r, stop, chunks, &slot);
+    }
 #pragma unroll 1
     for (;;) {
       RaceNoise race{noise, kPositionDraw, 0};
@@ -87,7 +92,10 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
         race.noise = r.position_noise(stop);
       else
         race = {noise, race_noise(r, stop, outcome).purpose, stop};
-      last = draw_token(cluster, r, stop, outcome, slot, race);
+      if (kDense && slot.status >> kKeptShift != 0)
+        last = race_kept(r, stop, outcome, slot, kept_tokens(chunks, p, b, stop), race);
+      else
+        last = draw_token(cluster, r, stop, outcome, slot, race);
       if (last >= 0 || outcome == Outcome::kDraw) break;
       bits |= kZeroResidual;  // nothing was left to replace the draft
       outcome = Outcome::kDraw;

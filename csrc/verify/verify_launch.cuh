@@ -69,6 +69,15 @@ inline bool draws_every_row(const VerifyChainParams& p) {
 // All launches of a call that counts_values().
 int launch_by_value(const VerifyChainParams& p, void* stream);
 
+// Its kernels by rows of q (verify_dense.cu): a cluster to each row, or blocks that take several;
+// then a cluster to each request.
+struct DenseKernels {
+  void (*listed)(VerifyChainParams);
+  void (*cut)(VerifyChainParams, int);
+  void (*draw)(VerifyChainParams);
+};
+DenseKernels dense_kernels(const VerifyChainParams& p);
+
 // The likeliest tokens of every row that was emitted: the last launch of verify_chain and
 // row_stats.
 int launch_row_head(const VerifyChainParams& p, void* stream);

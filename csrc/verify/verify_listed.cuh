@@ -6,15 +6,15 @@
 // in row_chunks.cuh. Bytes: every row once; bound by HBM, at small batches by latency.
 #pragma once
 
-#include "verify/listed_tokens.cuh"
+#include "verify/draft_row.cuh"
 #include "verify/row_histogram.cuh"
 #include "verify/slot_ahead.cuh"
 
 namespace domino {
 
 // Grid: a cluster of up to 8 blocks for each row of each request. kByPosition: all requests that
-// are not greedy go by match or gumbel; kLogprobs: chosen_logprob is wanted.
-template <bool kByPosition, bool kLogprobs>
+// are not greedy go by match or gumbel; kLogprobs: chosen_logprob is wanted; kDense: by rows of q.
+template <bool kByPosition, bool kLogprobs, bool kDense = false>
 __global__ void __launch_bounds__(kCutThreads, 2)
     verify_listed_kernel(const __grid_constant__ VerifyChainParams p) {
   __shared__ ListedShared shared;
@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(kCutThreads, 2)
   const unsigned slots = static_cast<unsigned>(p.drafts) + 1;
   const int64_t index = row_of, b = row_of / slots;
   const int i = static_cast<int>(row_of % slots);
-  const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, false);
+  const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, kDense);
   const int row_chunks = static_cast<int>(chunks.row_chunks);
+  const int64_t row_at = kDense ? chunks.row(b, i) - chunks.chunks : index * row_chunks;
   const int share = ceil_div(row_chunks, cluster.size);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int last = min(row_chunks, (cluster.rank + 1) * share);
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
 
   ListedHistogram histogram(shared, cluster, source);
   if (warp == kReadWarps) {
-    const SlotAhead known = slot_ahead(r, i, source, &pool);
+    const SlotAhead known = dense_slot_ahead<kDense>(r, i, source, &pool);
     if (lane == 0) slot = known;
   } else {
     if (filtered) {
@@ -90,25 +91,38 @@ __global__ void __launch_bounds__(kCutThreads, 2)
           histogram.add(ahead[g], chunk * kChunk + g * kGroupStep + lane * kGroup);
         if constexpr (kLogprobs)
           sum_chunk(ahead, chunk * kChunk + lane * kGroup, false, true, scale, chunks,
-                    index * row_chunks + chunk);
+                    row_at + chunk);
 #pragma unroll
         for (int g = 0; g < kLaneGroups; ++g) ahead[g] = later[g];
         if (chunk + 2 * kReadWarps < last) load_tokens(source, chunk + 2 * kReadWarps, later);
       }
     } else {
-      sum_chunks(source, r.greedy(), scale, chunks, index * row_chunks, first, last, kReadWarps);
+      sum_chunks(source, r.greedy(), scale, chunks, row_at, first, last, kReadWarps);
+    }
+    if constexpr (kDense) {
+      if (has_draft_row(r, i)) sum_draft_row(r, i, chunks, first, last, kReadWarps);
     }
   }
 
   SlotVerdict* out = slot_verdicts(chunks) + index;
   RowStats stats{1, 0.0f, -1, 0, 0};
   if (filtered) {
-    stats.top = histogram.finish(summed);
+    stats.top = histogram.finish(summed || kDense);
     stats.faults = row_faults(stats.top);
   } else {
     cluster.sync();
   }
   const bool leads = cluster.rank == 0 && warp == kReadWarps;
+  if constexpr (kDense) {
+    if (has_draft_row(r, i)) {  // any block may judge
+      if (warp == kReadWarps && slot.x >= 0) {
+        const SlotAhead met = with_draft_row(r, draft_stats(r, i, chunks), slot);
+        __syncwarp();
+        if (lane == 0) slot = met;
+      }
+      __syncthreads();
+    }
+  }
   if (leads && summed) {
     const RowStats sums = sum_row(r, i, slot, chunks, out);
     if (!filtered) stats = sums;
@@ -140,6 +154,8 @@ __global__ void __launch_bounds__(kCutThreads, 2)
         const int32_t winner =
             race_listed<WholeBlock, kByPosition>(r, i, verdict, q, law, filter, pool, kept, *order);
         if (kByPosition && winner == slot.x) verdict.outcome = Outcome::kAccept;
+        if constexpr (kDense)
+          verdict.status |= leave_kept<WholeBlock>(*order, kept, kept_tokens(chunks, p, b, i));
         if (leads) write_verdict(verdict, winner, stats, law, filter, slot, out);
         return;
       }

@@ -177,7 +177,8 @@ def _workspace_words(batch, drafts, vocab, dense):
     """verify_chain_workspace of csrc/verify/verify_chain.h, in int64 words, for torch.compile."""
     rows, chunks = batch * (drafts + 1 + dense * drafts), (vocab + 1023) // 1024
     words = rows * chunks + batch
-    return _CONTROL_WORDS + 2 * (rows * chunks + (words + 3) // 4 + batch * (drafts + 1) * 6)
+    of_row = 12 + dense * 128
+    return _CONTROL_WORDS + 2 * (rows * chunks + (words + 3) // 4) + batch * (drafts + 1) * of_row
 
 
 def verify_chain_workspace(batch, drafts, vocab, *, dense=False, device):
