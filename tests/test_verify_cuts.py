@@ -6,6 +6,7 @@ from chain_cases import assert_same, to
 from test_verify_rules import with_q
 
 from domino_kernels import verify_chain
+from domino_kernels.ops.verify import _CONTROL_WORDS, _empty_result, verify_chain_workspace
 from domino_kernels.reference.law import FILTER_ORDERS
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +29,8 @@ def rows(kind, shape, generator):
         normal = normal * 1e-9
     elif kind == "beyond the bins":
         normal = normal * 300
+    elif kind == "close together":
+        normal[..., 500:700] += 4
     return normal.to(torch.bfloat16)
 
 
@@ -42,7 +45,7 @@ KINDS = [
 ]
 
 
-def arguments_of(kind, batch, drafts, vocab, form, generator):
+def arguments_of(kind, batch, drafts, vocab, form, generator, pool=5):
     choose = lambda *values: torch.tensor(values)[  # noqa: E731
         torch.randint(len(values), (batch,), generator=generator)
     ]
@@ -57,8 +60,8 @@ def arguments_of(kind, batch, drafts, vocab, form, generator):
     kind_of = torch.rand(batch, drafts, generator=generator)
     tokens = torch.randint(vocab, (batch, drafts), generator=generator)
     tokens = likely[..., 0].where(kind_of < 0.8, likely[..., -1].where(kind_of < 0.9, tokens))
-    tokens[::7, -1] = -1
-    tokens[3::7, -1] = vocab
+    tokens[::7, drafts - 1 :] = -1
+    tokens[3::7, drafts - 1 :] = vocab
     target[1::9, drafts // 2, vocab // 2] = torch.nan
     target[2::9, drafts // 2, vocab // 2] = -torch.nan
     target[4::9, -1] = -torch.inf
@@ -74,7 +77,7 @@ def arguments_of(kind, batch, drafts, vocab, form, generator):
         top_p=choose(1.0, 0.95, 0.95, 0.5, 0.999, 1e-6, 0.0),
         min_p=choose(0.0, 0.0, 0.01, 0.3, 1.0),
     )
-    arguments = with_q(arguments, form, min(5, vocab), generator)
+    arguments = with_q(arguments, form, min(pool, vocab), generator)
     if form == "pool":
         arguments["draft_ids"] = arguments["draft_ids"].contiguous()
     if form == "dense":
@@ -199,6 +202,99 @@ def test_coins_at_the_edge_of_a_dense_law(batch):
         for at in (low * (1 - step), high * (1 + step)):
             told = arguments | {"draft_temperature": at}
             assert_same(verify_chain(**to(told, "cuda")), verify_chain(**told))
+
+
+@pytest.mark.parametrize(
+    "rule, form",
+    [
+        ("token", "none"),
+        ("token", "pool"),
+        ("token", "scalar"),
+        ("match", "none"),
+        ("gumbel", "none"),
+        ("block", "none"),
+    ],
+)
+@pytest.mark.parametrize("kind", [*KINDS, "close together"])
+def test_top_k_of_a_few_rows(kind, rule, form):
+    """One launch: by a list of the likeliest tokens or, where that is not enough, by value."""
+    generator = torch.Generator().manual_seed(20261203)
+    workspace = verify_chain_workspace(16, 3, 151_936, device="cuda")
+    for shape, pool in [
+        ((1, 15, 40_000), 200),
+        ((16, 0, 32_768), 0),
+        ((4, 3, 33_000), 5),
+        ((1, 2, 151_936), 64),
+    ]:
+        if shape[1] == 0 and form != "none":
+            continue
+        arguments = arguments_of(kind, *shape, form, generator, pool)
+        usual = torch.rand(shape[0], generator=generator)
+        top_k = arguments["top_k"].where(usual < 0.2, 50).where(usual < 0.9, 128)
+        arguments["top_k"] = top_k.where(usual < 0.95, 129).int()
+        for order in FILTER_ORDERS:
+            arguments |= {"filter_order": order, "logprobs": False, "rule": rule}
+            arguments["seed"] = arguments["seed"] + 1
+            expected = verify_chain(**arguments)
+            kernel = verify_chain(**to(arguments, "cuda"), workspace=workspace)
+            try:
+                assert_same(kernel, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{shape}, {order}") from error
+            # a call leaves the words in front as they were, and counts on nothing behind them
+            assert not workspace[:_CONTROL_WORDS].any()
+            workspace[_CONTROL_WORDS:].random_()
+
+
+def test_top_k_of_a_few_rows_in_a_graph(graph_replay):
+    """Replays whose requests go by the list, by value and without filters in turn."""
+    generator = torch.Generator().manual_seed(20261205)
+    batch, drafts, vocab = 4, 3, 32_768
+    workspace = verify_chain_workspace(batch, drafts, vocab, device="cuda")
+    out = _empty_result(batch, drafts, "cuda", logprobs=False)
+
+    def draw():
+        arguments = arguments_of("normal", batch, drafts, vocab, "none", generator)
+        choices = torch.tensor([0, 1, 50, 50, 50, 300])
+        top_k = choices[torch.randint(6, (batch,), generator=generator)]
+        return arguments | dict(top_k=top_k.int(), logprobs=False)
+
+    static = to(draw(), "cuda")
+    replay = graph_replay(lambda: verify_chain(**static, out=out, workspace=workspace))
+    for _ in range(20):
+        arguments = draw()
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                static[name].copy_(value)
+        for tensor in (out.tokens, out.num_accepted, out.num_emitted, out.status):
+            tensor.fill_(7)
+        replay()
+        assert_same(out, verify_chain(**arguments))
+
+
+def test_top_k_of_a_ragged_batch():
+    generator = torch.Generator().manual_seed(20261204)
+    batch, drafts, vocab = 4, 3, 40_000
+    logits = rows("normal", (11, vocab), generator)
+    for bounds in [(0, 3, 3, 7, 11), (0, 4, 9, 11, 10), (2, 4, 7, 8, 12)]:
+        first = torch.tensor(bounds[:-1])[:, None]
+        own = (first + torch.arange(drafts)).clamp(max=10)
+        arguments = dict(
+            target_logits=logits,
+            draft_tokens=logits.float().argmax(-1)[own],
+            cu_rows=torch.tensor(bounds, dtype=torch.int32),
+            rule="token",
+            temperature=torch.full((batch,), 0.3),
+            seed=torch.arange(batch),
+            block_start=torch.arange(batch) * 100,
+            top_k=torch.full((batch,), 50, dtype=torch.int32),
+            logprobs=False,
+        )
+        for active in (None, 0, 2):
+            if active is not None:
+                arguments["num_active"] = torch.tensor([active], dtype=torch.int32)
+            kernel = verify_chain(**to(arguments, "cuda"))
+            assert_same(kernel, verify_chain(**arguments))
 
 
 def test_weights_apart_among_values_near_zero():

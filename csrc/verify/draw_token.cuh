@@ -33,11 +33,12 @@ static __device__ __noinline__ int count_ties(const RowCluster& cluster,
 static __device__ __noinline__ int32_t last_tie(const RowCluster& cluster,
                                                 const RowSource<bf16>& source, float logit,
                                                 int ties) {
-  __shared__ int counts[kDrawWarps];
+  __shared__ int counts[kWalkWarps];
   __shared__ int32_t found;
   constexpr int kStep = kWarpSize * kGroup;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int warps = cluster.size * kDrawWarps, own_warp = cluster.rank * kDrawWarps + warp;
+  const int block_warps = blockDim.x / kWarpSize;
+  const int warps = cluster.size * block_warps, own_warp = cluster.rank * block_warps + warp;
   const int stretch = ceil_div(ceil_div(source.vocab, kStep), warps) * kStep;
   const int first = min(own_warp * stretch, source.vocab);
   const int last = min(first + stretch, source.vocab);
@@ -55,7 +56,7 @@ static __device__ __noinline__ int32_t last_tie(const RowCluster& cluster,
   cluster.sync();
   int before = 0;
   for (int from = lane; from < own_warp; from += kWarpSize)
-    before += cluster.map(counts, from / kDrawWarps)[from % kDrawWarps];
+    before += cluster.map(counts, from / block_warps)[from % block_warps];
   before = __reduce_add_sync(kFullMask, before);
   if (before < ties && before + count >= ties) {
     for (int token = first; token < last; token += kStep) {

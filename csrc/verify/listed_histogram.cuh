@@ -91,12 +91,15 @@ class ListedHistogram : public RowCounter<kReadThreads> {
   __device__ __forceinline__ bool find_bin(const RowLaw& law, const FilterParams& filters,
                                            float lowest, bool has_near, ValueCut* cut) {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int share = BinRows::kCount / cluster_.size, first = cluster_.rank * share;
+    // whole lanes of eight rows
+    const int share = round_up(ceil_div(BinRows::kCount, cluster_.size), 8);
+    const int first = cluster_.rank * share;
     const bool weighed = filters.by_weight();
     const bool ranked = filters.by_rank(source_.vocab), massed = filters.by_mass();
     // two rows at a time, so that their chains of instructions overlap
 #pragma unroll 1
-    for (int row = first + 2 * warp; row < first + share; row += 2 * kCutWarps) {
+    for (int row = first + 2 * warp; row < min(first + share, BinRows::kCount);
+         row += 2 * kCutWarps) {
       uint32_t count[2];
       uint64_t mass[2] = {0, 0}, heavy[2] = {0, 0};
 #pragma unroll

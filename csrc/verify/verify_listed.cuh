@@ -12,23 +12,22 @@
 
 namespace domino {
 
-// Grid: a cluster of up to 8 blocks for each row of each request. kByPosition: all requests that
+// What a block keeps in shared memory.
+struct ListedBlock {
+  ListedShared shared;
+  ListedTokens listed;
+  SlotAhead slot;
+  PoolAhead pool;
+  SharedRequest request;
+};
+
+// The verdict on row i of request b, by a cluster of up to 8 blocks. kByPosition: all requests that
 // are not greedy go by match or gumbel; kLogprobs: chosen_logprob is wanted; kDense: by rows of q.
 template <bool kByPosition, bool kLogprobs, bool kDense = false>
-__global__ void __launch_bounds__(kCutThreads, 2)
-    verify_listed_kernel(const __grid_constant__ VerifyChainParams p) {
-  __shared__ ListedShared shared;
-  __shared__ ListedTokens listed;
-  __shared__ SlotAhead slot;
-  __shared__ PoolAhead pool;
-  __shared__ SharedRequest request;
-  allow_next_launch();
-  const RowCluster cluster;
-  // in 32 bits: a division by 64 is 100 instructions in front of the first load
-  const unsigned row_of = blockIdx.x / static_cast<unsigned>(cluster.size);
-  const unsigned slots = static_cast<unsigned>(p.drafts) + 1;
-  const int64_t index = row_of, b = row_of / slots;
-  const int i = static_cast<int>(row_of % slots);
+__device__ __forceinline__ void listed_row(const VerifyChainParams& p, const RowCluster& cluster,
+                                           int64_t b, int i, ListedBlock& block) {
+  auto& [shared, listed, slot, pool, request] = block;
+  const int64_t index = b * (p.drafts + 1) + i;
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, kDense);
   const int row_chunks = static_cast<int>(chunks.row_chunks);
   const int64_t row_at = kDense ? chunks.row(b, i) - chunks.chunks : index * row_chunks;
@@ -176,6 +175,20 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     write_verdict(judge_cut(r, slot, law, filter), -1, stats, law, filter, slot, out);
   }
   cluster.meet();
+}
+
+// Grid: a cluster for each row of each request.
+template <bool kByPosition, bool kLogprobs, bool kDense = false>
+__global__ void __launch_bounds__(kCutThreads, 2)
+    verify_listed_kernel(const __grid_constant__ VerifyChainParams p) {
+  __shared__ ListedBlock block;
+  allow_next_launch();
+  const RowCluster cluster;
+  // in 32 bits: a division by 64 is 100 instructions in front of the first load
+  const unsigned row = blockIdx.x / static_cast<unsigned>(cluster.size);
+  const unsigned slots = static_cast<unsigned>(p.drafts) + 1;
+  listed_row<kByPosition, kLogprobs, kDense>(p, cluster, row / slots, static_cast<int>(row % slots),
+                                             block);
 }
 
 }  // namespace domino

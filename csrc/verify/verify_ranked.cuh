@@ -1,0 +1,191 @@
+// verify_chain with a top-k over rows of bf16 logits, where a few rows are all that there is: one
+// launch. A cluster reads one row once, and its threads keep what they have read.
+//
+//   bound    the greatest logits of 32 sets of tokens of each block: the k-th greatest of them all
+//            is one that k tokens reach
+//   list     the tokens from there on, mostly a few more than k, go to the cluster's last block
+//   places   how many of them come before each, and what those weigh; beside it what their race
+//            takes that does not depend on the cut
+//   verdict  one warp finds the cut, judges the draft and runs the race
+//
+// Then the walk (row_words.cuh). Rows of which the list does not hold enough, or whose request has
+// no top-k, go by listed_row() and settle_row(). Bytes: every row once; bound by latency.
+#pragma once
+
+#include "verify/ranked_tokens.cuh"
+#include "verify/settle_row.cuh"
+#include "verify/verify_listed.cuh"
+
+namespace domino {
+
+// What is left to do of a row of which the list does not hold enough. All threads of the cluster
+// call it. words: of the request
+template <bool kByPosition>
+static __device__ __noinline__ void end_by_value(const VerifyChainParams& p, RowCluster cluster,
+                                                 int64_t b, int i, unsigned long long* words,
+                                                 ListedBlock& block) {
+  cluster.sync();  // nobody needs any more what was there before
+  listed_row<kByPosition, false>(p, cluster, b, i, block);
+  cluster.sync();
+  const ChainRequest r(p, b);
+  const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, false);
+  SlotVerdict slot;
+  const uint4* from =
+      reinterpret_cast<const uint4*>(slot_verdicts(chunks) + b * (p.drafts + 1) + i);
+#pragma unroll
+  for (size_t n = 0; n < sizeof(slot) / sizeof(uint4); ++n)
+    reinterpret_cast<uint4*>(&slot)[n] = __ldcg(from + n);
+  const SettledRow row = settle_row<kByPosition>(cluster, r, i, slot, r.noise());
+  if (cluster.rank != cluster.size - 1) return;
+  if (threadIdx.x == 0) store_word(words + i, row_word(row.stops, row.token, row.status));
+  if (threadIdx.x < kWarpSize && i == r.rows - 1) walk_words(r, words);
+}
+
+// Grid: (blocks of a cluster, drafts + 1, batch). kByPosition: all requests that are not greedy go
+// by match or gumbel. Rows are aligned, and their vocabulary is a multiple of 8.
+template <bool kByPosition>
+__global__ void __launch_bounds__(kCutThreads, 1)
+    verify_ranked_kernel(const __grid_constant__ VerifyChainParams p) {
+  extern __shared__ uint4 dynamic_shared[];  // RankedShared, or ListedBlock
+  __shared__ uint64_t tops_here, list_here, go_here;
+  RankedShared& s = *reinterpret_cast<RankedShared*>(dynamic_shared);
+  const RowCluster cluster;
+  const int i = blockIdx.y, rank = cluster.rank;
+  const int64_t b = blockIdx.z;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const bool leads = rank == kLeader, judges = leads && warp == kJudge;
+  const int readers = leads ? kJudge * kWarpSize : kCutThreads;  // of this block
+  // neighbours in other blocks: likely tokens are often close to each other
+  const int first = (warp * kRankedBlocks + rank) * kGroupStep + lane * kGroup;
+  constexpr int kStep = kRankedReaders * kGroupStep;
+  const int vocab = static_cast<int>(p.vocab);
+  const bf16* row = static_cast<const bf16*>(p.target_logits);
+  int end = judges ? 0 : vocab;  // of what this thread reads
+  if (p.cu_rows == nullptr) {
+    row += b * p.target_batch_stride + i * p.target_row_stride;
+  } else {
+    const int64_t at = static_cast<int64_t>(p.cu_rows[b]) + i;
+    if (at < 0 || at >= p.cu_rows[b + 1] || at >= p.total_rows) end = 0;
+    row += at * p.target_row_stride;
+  }
+  Group<bf16> groups[kRankedSteps];
+#pragma unroll
+  for (int n = 0; n < kRankedSteps; ++n)
+    load_here(groups[n], first + n * kStep < end, row + first + n * kStep);
+  // the judge's own trips to memory, ahead of what they depend on
+  const int64_t likely =
+      judges && i < p.drafts ? p.draft_tokens[b * p.draft_tokens_stride + i] : -1;
+  if (judges && i < p.drafts && p.draft_ids != nullptr && lane * 32 < p.pool) {
+    prefetch_l2(p.draft_ids + b * p.ids_batch_stride + i * p.ids_row_stride + lane * 32);
+    prefetch_l2(static_cast<const char*>(p.draft_logits) +
+                (b * p.draft_batch_stride + i * p.draft_row_stride) *
+                    (p.draft_dtype == DType::kF32 ? 4 : 2) +
+                lane * 64);
+  }
+  if (threadIdx.x == 0) {
+    make_barrier_of(&tops_here, 1);
+    make_barrier_of(&list_here, kRankedReaders);
+    make_barrier(shared_address(&go_here));
+    expect_bytes(shared_address(&tops_here), kAllSets * 2);
+    expect_bytes(shared_address(&go_here), 8);
+    s.top = s.listed = s.count = 0;
+    s.bound = ~0u;
+    s.crowded = 0;
+  }
+  if (threadIdx.x < kSets) s.set_top[threadIdx.x] = 0;
+  if (threadIdx.x < kAllSent) s.sent[threadIdx.x] = 0;
+  cluster.arrive_shared();
+  // all trips to memory at once
+  const float draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : 0.0f;
+  const FilterParams wanted = read_filters(p, b);
+  const ChainRequest r(p, b, &draft_temperature);
+  const FilterParams filters = r.greedy() ? FilterParams{} : wanted;
+  const BlockNoise noise = r.noise();
+  if (likely >= 0 && likely < vocab && p.cu_rows == nullptr) prefetch_l2(row + likely);
+  cluster.wait_shared();
+  if (r.rows == 0) {
+    if (i == 0 && leads) emit_end(r, 0, -1, r.faults);
+    return;
+  }
+  if (i >= r.rows) return;
+  unsigned long long* words = static_cast<unsigned long long*>(p.workspace) + b * (p.drafts + 1);
+  const uint32_t k = r.greedy() ? 1u : static_cast<uint32_t>(filters.top_k);
+  const bool ranked = r.greedy() || ranks_first(filters, vocab, min(kAllSets, kMostRanked));
+  RowWay way = ranked ? RowWay::kRanked : RowWay::kByValue;
+  if (ranked && judges) {
+    if (lane == 0) prefetch_l2(words + i);
+    const RowSource<bf16> source(r.target_row(i), RowEdits{}, vocab);
+    const SlotAhead slot = slot_ahead(r, i, source, &s.pool);
+    if (lane == 0) s.slot = slot;
+    // left open where the row is not ranked: barrier 3 is not for listed_row() and settle_row()
+    asm volatile("barrier.cta.arrive 3, %0;" ::"n"(kRaceThreads) : "memory");
+    __syncthreads();
+    way = s.way;
+    if (way == RowWay::kRanked) {
+      const unsigned long long word = judge_ranked<kByPosition>(r, i, filters, s, slot, noise);
+      if (lane == 0) store_word(words + i, word);
+    } else if (way == RowWay::kUnusable && lane == 0) {
+      store_word(words + i, row_word(true, -1, row_faults(half_logit(s.top))));
+    }
+  } else if (ranked) {
+    uint32_t mosts[kRankedSteps], most = 0xff80ff80u;
+#pragma unroll
+    for (int n = 0; n < kRankedSteps; ++n)
+      most = max_nan(most, mosts[n] = group_most(groups[n]), bf16{});
+    const float own = greater_half(most);
+    atomicMax(&s.set_top[lane], logit_key(own) >> 16);
+    sync_some<1>(readers);
+    if (warp == 0) send_tops(s, rank, &tops_here);
+    float tops[kRankedSteps];
+#pragma unroll
+    for (int n = 0; n < kRankedSteps; ++n) tops[n] = greater_half(mosts[n]);
+    wait_for(&tops_here);
+    find_bound(s, k);
+    sync_some<1>(readers);
+    const float top = half_logit(s.top), bound = half_logit(s.bound);
+    if (row_faults(top) != 0)
+      way = RowWay::kUnusable;
+    else if (bound == -INFINITY)
+      way = RowWay::kByValue;
+    if (way == RowWay::kRanked) {
+      uint32_t bytes = 0;
+      if (own >= bound) bytes = send_tokens(s, rank, &list_here, groups, tops, bound, first, kStep);
+      bytes = __reduce_add_sync(kFullMask, bytes);
+      if (lane == 0) arrive_expecting(shared_address_of(&list_here, kLeader), bytes);
+      if (!leads) {
+        wait_for(&go_here);
+        way = static_cast<RowWay>(s.go);
+      } else {
+        const RowLaw law(top, 1, law_scale(r.temperature));
+        wait_for(&list_here);
+        collect_tokens(s, law);
+        sync_some<1>(readers);
+        const int count = static_cast<int>(s.count);
+        if (s.crowded != 0 || count > kMostRanked) way = RowWay::kByValue;
+        if (warp == 0 && lane < kLeader)
+          send_shared(shared_address_of(&s.go, lane), static_cast<uint64_t>(way),
+                      shared_address_of(&go_here, lane));
+        if (way != RowWay::kRanked) {
+          // the whole cluster goes on below
+        } else if (warp < kPlaceWarps) {
+          find_places(s, count, warp);
+        } else {
+          sync_some<3>(kRaceThreads);
+          prepare_race<kByPosition>(r, i, s, law, noise, count, warp - kPlaceWarps);
+        }
+      }
+    }
+    if (leads) {
+      if (threadIdx.x == 0) s.way = way;
+      __syncthreads();
+    }
+  }
+  if (way == RowWay::kByValue)
+    return end_by_value<kByPosition>(p, cluster, b, i, words,
+                                     *reinterpret_cast<ListedBlock*>(dynamic_shared));
+  if (leads && warp == 0 && i == r.rows - 1) {
+    walk_words(r, words);
+  }
+}
+
+}  // namespace domino
