@@ -88,8 +88,8 @@ SPILLS = {
     "draft_chain_pool": 16,
     "draft_chain_team": 12,  # the general form
     "verify_chain": 24,  # the walk of the block rule
-    # launches of 80 registers, to fit beside the one in front: 604 in fp16, 312 in bf16
-    "verify_tree": 604,
+    # launches of 80 registers, to fit beside the one in front: the form with pools
+    "verify_tree": 256,
     # judges and readers share 64 registers, and the judges spill; verify_draw of 80 registers 184
     "verify_cut": 332,
     "verify_dense": 756,  # the same with rows of q, outside its loops

@@ -472,6 +472,36 @@ def test_graph_replay_is_eager(rule, kind, graph_replay, generator):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("rule", ["greedy", "target_only", "rrsw", "traversal"])
+def test_calls_in_a_row_share_a_workspace(rule, batch, graph_replay, generator):
+    """A call's launches start while the call in front runs, and write where that one reads."""
+    shape, pool = (batch, 20, 20011), 8 * (rule in SAMPLED)
+    calls = [
+        to(make(*shape, generator, dtype=torch.bfloat16, rule=rule, pool=pool), "cuda")
+        for _ in range(8)
+    ]
+    for call in calls[1:]:
+        call["temperature"].clamp_(min=0.4)
+    expected = [verify_tree(**call) for call in calls]
+    outs = [type(result)(*(t.clone() for t in result)) for result in expected]
+    workspace = verify_tree_workspace(*shape, pool=pool, device="cuda")
+
+    def all_calls():
+        for call, out in zip(calls, outs):
+            verify_tree(**call, out=out, workspace=workspace)
+
+    replay = graph_replay(all_calls)
+    for _ in range(10):
+        for out in outs:
+            for tensor in out:
+                tensor.fill_(77)
+        replay()
+        for out, result in zip(outs, expected):
+            assert_same(out, result)
+
+
+@pytest.mark.gpu
 def test_rows_that_are_skipped_change_nothing(generator):
     """Many requests, so that most rows come after the verdict that cuts them off."""
     for rule in ("greedy", "target_only", "rrsw"):

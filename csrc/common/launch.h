@@ -31,6 +31,7 @@ constexpr int generation(int major) { return (DOMINO_GENERATIONS >> major & 1u) 
 
 // What launchers ask of a device.
 struct DeviceInfo {
+  int index = 0;
   int processors = 0;
   int major = 0;          // compute capability, as generation() has it
   int shared_memory = 0;  // bytes that a block may have
@@ -52,9 +53,39 @@ inline int current_device(DeviceInfo* out) {
     if (status == kOk) status = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, &device.shared_memory);
     if (status != kOk) return status;
     device.major = generation(device.major);
-    known = index;
+    device.index = known = index;
   }
   *out = device;
+  return kOk;
+}
+
+// What this thread has set of a kernel on the current device: each call into the runtime for it
+// takes half a microsecond of a launch's five.
+struct KernelState {
+  const void* kernel = nullptr;
+  int device = 0;
+  uint32_t set = 0;        // bits of cudaFuncAttribute
+  int dynamic_shared = 0;  // bytes that a block may have, once that is set
+};
+
+inline KernelState& kernel_state(const void* kernel, const DeviceInfo& device) {
+  thread_local KernelState states[128];  // of a kernel in another's place it asks again
+  KernelState& state = states[reinterpret_cast<uintptr_t>(kernel) / 16 % 128];
+  if (state.kernel != kernel || state.device != device.index)
+    state = KernelState{kernel, device.index};
+  return state;
+}
+
+// Sets an attribute of a kernel that has the same value in all launches.
+template <class Kernel>
+int set_attribute(Kernel kernel, cudaFuncAttribute attribute, int value) {
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
+  KernelState& state = kernel_state(reinterpret_cast<const void*>(kernel), device);
+  if ((state.set >> attribute & 1u) != 0) return kOk;
+  if (const int status = cudaFuncSetAttribute(kernel, attribute, value); status != kOk)
+    return status;
+  state.set |= 1u << attribute;
   return kOk;
 }
 
@@ -64,12 +95,16 @@ template <class Kernel>
 int allow_shared_memory(Kernel kernel, int64_t bytes) {
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
-  cudaFuncAttributes of_kernel;
-  const cudaError_t error = cudaFuncGetAttributes(&of_kernel, kernel);
-  if (error != cudaSuccess) return error;
-  const int most = device.shared_memory - static_cast<int>(of_kernel.sharedSizeBytes);
-  if (bytes > most) return kNoMemory;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  KernelState& state = kernel_state(reinterpret_cast<const void*>(kernel), device);
+  if ((state.set >> cudaFuncAttributeMaxDynamicSharedMemorySize & 1u) == 0) {
+    cudaFuncAttributes of_kernel;
+    if (const int status = cudaFuncGetAttributes(&of_kernel, kernel); status != kOk) return status;
+    state.dynamic_shared = device.shared_memory - static_cast<int>(of_kernel.sharedSizeBytes);
+    const int status =
+        set_attribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, state.dynamic_shared);
+    if (status != kOk) return status;
+  }
+  return bytes > state.dynamic_shared ? kNoMemory : kOk;
 }
 
 struct LaunchShape {

@@ -40,9 +40,18 @@ struct Mailbox {
   // Until all messages of the exchange, of `bytes` in all, are there. By all threads of a block; of
   // a mailbox that is used again, `turn` counts the exchanges.
   __device__ __forceinline__ void wait(const RowCluster& cluster, int bytes, int turn = 0) {
+    wait_as(cluster, threadIdx.x == 0, bytes, turn);
+  }
+
+  // The same by some warps of a block, where the others call pass(): `tells` in one thread.
+  __device__ __forceinline__ void wait_as(const RowCluster& cluster, bool tells, int bytes,
+                                          int turn = 0) {
     if (alone(cluster)) return __syncthreads();
-    if (threadIdx.x == 0) expect_bytes(address(), bytes);
+    if (tells) expect_bytes(address(), bytes);
     while (!phase_ended(address(), turn & 1)) continue;
+  }
+  static __device__ __forceinline__ void pass(const RowCluster& cluster) {
+    if (alone(cluster)) __syncthreads();
   }
 
  private:

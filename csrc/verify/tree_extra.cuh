@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   for (int m = n; m > 0 && depth < r.nodes; m = parent[m]) ++depth;
   const TreeWeights weights{law, filter, 1.0f, nullptr, LogitRow{nullptr, DType::kF32}, law, 0.0f};
   const uint64_t mass = filtered ? filter.mass : stats.sum;
-  LastRow<T> row(cluster, r.target_row(n), p.vocab);
+  LastRow<T> row(cluster, r.target_row(n), p.vocab, blockDim.x / kWarpSize);
   int turn = 0;
   const unsigned long long key =
       race_last(cluster, &row, weights, RaceNoise{r.position_noise(depth), kPositionDraw, 0},

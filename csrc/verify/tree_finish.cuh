@@ -36,10 +36,13 @@ struct TreeWeights {
   }
 };
 
-// Behind it in shared memory, from sm_90 on: ChunkStats[row_chunks].
+// As small as lets a block stand beside two of the first launch (launch_rows in verify_tree.cu).
 struct alignas(16) TreeFinishShared {
   SharedTree tree;
-  float coins[kMaxTreeNodes];  // VERIFY_COIN n
+  union {
+    float coins[kMaxTreeNodes];   // VERIFY_COIN n
+    int16_t path[kMaxTreeNodes];  // once the steps are known
+  };
   SharedChildren children;
   float logprob[kMaxTreeNodes];  // of each node's token, in the first block
   union {
@@ -51,8 +54,14 @@ struct alignas(16) TreeFinishShared {
   NodeRecord judged[kWalkWarps];  // of traversal, where a warp has one node at most
   Mailbox chunks;
   SharedRace race;
-  int16_t path[kMaxTreeNodes];
   RowStats leaf;
+
+  // A leaf's row, behind the last cluster.sync(): from then on nobody reads the children's laws.
+  static constexpr int kLawChunks = sizeof(SharedTraversal::law) / sizeof(ChunkStats);
+  __device__ __forceinline__ ChunkStats* chunks_of(int count) {
+    return reinterpret_cast<ChunkStats*>(count <= kLawChunks ? static_cast<void*>(traversal.law)
+                                                             : this + 1);
+  }
 };
 
 // The steps to the first kept node in post-order: the way down to it by least children. All threads
@@ -235,17 +244,17 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     pool_id = r.pool_ids(n)[threadIdx.x];
     pool_logit = r.pool_row(n).at(threadIdx.x);
   }
-  LastRow<T> row(cluster, r.target_row(n), p.vocab);
+  LastRow<T> row(cluster, r.target_row(n), p.vocab, blockDim.x / kWarpSize);
   if (leaf || !greedy) row.fetch_ahead();
   const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
   if (leaf && !kGeneral) {
 #if __CUDA_ARCH__ >= 900
-    ChunkStats* told = reinterpret_cast<ChunkStats*>(&shared + 1);
+    ChunkStats* told = shared.chunks_of(workspace.row_chunks);
 #else
     ChunkStats* told = workspace.chunks + (first + n) * workspace.row_chunks;
 #endif
-    record.stats = read_leaf<false>(cluster, greedy, !greedy || p.chosen_logprob != nullptr, scale,
-                                    &row, told, &shared.chunks, &shared.race);
+    record.stats = read_leaf(cluster, greedy, !greedy || p.chosen_logprob != nullptr, scale, &row,
+                             told, &shared.chunks, &shared.race);
   } else if (leaf) {
     read_row<false>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
     if (warp == 0) {
@@ -261,7 +270,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   const uint32_t faults = record.stats.faults;
   status |= r.faults | faults;
   const auto emit_nodes = [&] {
-    emit_path(r, tree, shared.path, last,
+    emit_path(r, tree, shared.path, last, threadIdx.x, blockDim.x,
               [&](int i) { return shared.logprob[shared.path[i + 1]]; });
   };
   if (faults != 0) {

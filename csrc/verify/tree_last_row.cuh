@@ -7,8 +7,8 @@
 
 namespace domino {
 
-// A warp's chunks of the row. The first can be fetched ahead, and is kept for all that goes over
-// the row.
+// A warp's chunks of the row, of which the first `warps` of each block have their share. The first
+// can be fetched ahead, and is kept for all that goes over the row.
 template <class T>
 struct LastRow {
   RowSource<T> source;
@@ -16,23 +16,27 @@ struct LastRow {
   int held = -1;
   Group<T> groups[kLaneGroups];
 
-  __device__ __forceinline__ LastRow(const RowCluster& cluster, const LogitRow& row, int64_t vocab)
+  __device__ __forceinline__ LastRow(const RowCluster& cluster, const LogitRow& row, int64_t vocab,
+                                     int warps)
       : source(row, RowEdits{}, static_cast<int>(vocab)),
         count(static_cast<int>((vocab + kChunk - 1) / kChunk)) {
-    const int warps = blockDim.x / kWarpSize;
+    const int warp = threadIdx.x / kWarpSize;
     stride = cluster.size * warps;
-    first = static_cast<int>(threadIdx.x) / kWarpSize * cluster.size + cluster.rank;
+    first = warp < warps ? warp * cluster.size + cluster.rank : count;
   }
 
   __device__ __forceinline__ void fetch_ahead() {
     if (first < count) fetch(first);
   }
 
-  // fn(chunk, this lane's first token), with `groups` filled. By a whole warp.
+  // fn(chunk, this lane's first token), with `groups` filled. By a whole warp. The next call goes
+  // the other way, so that it starts with the chunk that is held.
   template <class Fn>
   __device__ __forceinline__ void for_each_chunk(Fn fn) {
+    int chunk = held >= 0 ? held : first;
+    const int step = chunk == first ? stride : -stride;
 #pragma unroll 1
-    for (int chunk = first; chunk < count; chunk += stride) {
+    for (; chunk >= first && chunk < count; chunk += step) {
       if (chunk != held) fetch(chunk);
       fn(chunk, chunk * kChunk + static_cast<int>(threadIdx.x % kWarpSize) * kGroup);
     }
@@ -93,8 +97,12 @@ __device__ __forceinline__ RowStats join_chunks(int count, float scale, bool wan
     to[1] += below == 0 ? b : below == 1 ? a : 0;
     to[2] += below == 0 ? c : below == 1 ? b : below == 2 ? a : 0;
   };
+#pragma unroll 1
+  for (int n = 0; n < kHeld; ++n) {  // one copy of the code: it takes longer to fetch than to run
+    add(held[0], sums);
 #pragma unroll
-  for (int n = 0; n < kHeld; ++n) add(held[n], sums);
+    for (int m = 1; m < kHeld; ++m) held[m - 1] = held[m];
+  }
 #pragma unroll 1
   for (int c = lane + kHeld * kWarpSize; c < count; c += kWarpSize) add(load(c), rest.at);
 #pragma unroll
@@ -151,7 +159,7 @@ struct RaceResult {
 // The statistics of a leaf's row, whose chunks the blocks tell each other; with the argmax of
 // greedy only the first block, and there the first warp, has them. chunks: of a row, in shared
 // memory where there are clusters.
-template <bool kArgmaxOnly, class T>
+template <class T>
 __device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool greedy,
                                               bool wants_sum, float scale, LastRow<T>* row,
                                               ChunkStats* chunks, Mailbox* mail, SharedRace* race) {
@@ -159,10 +167,8 @@ __device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool gr
   unsigned long long best = 0;
   row->for_each_chunk([&](int chunk, int token) {
     uint32_t id = 0;
-    const ChunkStats out =
-        chunk_stats<kArgmaxOnly>(row->groups, token, greedy, wants_sum, scale, id);
+    const ChunkStats out = chunk_stats<false>(row->groups, token, greedy, wants_sum, scale, id);
     if (greedy) best = max(best, static_cast<unsigned long long>(out.key) << 32 | ~id);
-    if (kArgmaxOnly) return;
     const uint64_t words[2] = {static_cast<uint64_t>(out.digits[0]) << 32 | out.key,
                                static_cast<uint64_t>(out.digits[2]) << 32 | out.digits[1]};
     mail->send(cluster, chunks + chunk, words, greedy ? 1 : cluster.size);
@@ -174,18 +180,16 @@ __device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool gr
     race->winners[0].send(cluster, race->keys[0] + slot, words, 1);
     if (cluster.rank != 0) return stats;
   }
-  if (!kArgmaxOnly) {
-    mail->wait(cluster, row->count * static_cast<int>(sizeof(ChunkStats)));
-    if (threadIdx.x < kWarpSize) {  // all warps at once would take turns
-      stats = join_chunks(
-          row->count, scale, false, wants_sum, [&](int c) { return chunks[c]; },
-          [](int) { return 0u; });
-      if (threadIdx.x == 0) race->leaf = stats;
-    }
-    __syncthreads();
-    stats = race->leaf;
-    if (!greedy) return stats;
+  mail->wait(cluster, row->count * static_cast<int>(sizeof(ChunkStats)));
+  if (threadIdx.x < kWarpSize) {  // all warps at once would take turns
+    stats = join_chunks(
+        row->count, scale, false, wants_sum, [&](int c) { return chunks[c]; },
+        [](int) { return 0u; });
+    if (threadIdx.x == 0) race->leaf = stats;
   }
+  __syncthreads();
+  stats = race->leaf;
+  if (!greedy) return stats;
   race->winners[0].wait(cluster, cluster.size * warps * static_cast<int>(sizeof(best)));
   if (threadIdx.x >= kWarpSize) return stats;
   best = 0;
@@ -197,6 +201,32 @@ __device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool gr
   stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(best));
   stats.faults = row_faults(stats.top);
   return stats;
+}
+
+// The winner among a warp's chunks, in the lane that met it; `logit` is its logit there.
+template <class T, class Weights>
+__device__ __forceinline__ unsigned long long race_chunks(LastRow<T>* row, const Weights& weights,
+                                                          const RaceNoise& noise, float bound,
+                                                          float* logit) {
+  unsigned long long own = kNoWinner;
+  row->for_each_chunk([&](int, int token) {
+    const float top = lane_top(row->groups);
+    if (!__any_sync(kFullMask, top >= weights.filter.cut_logit &&
+                                   weights.scaled(top) * bound * (1.001f * 0x1p32f) >= 0.5f))
+      return;
+#pragma unroll 1
+    for (int g = 0; g < kLaneGroups; ++g) {  // one copy of the code
+      own = race_group(token + g * kGroupStep, row->groups[0], weights, noise, bound, own, logit);
+      const Group<T> first = row->groups[0];
+#pragma unroll
+      for (int n = 1; n < kLaneGroups; ++n) row->groups[n - 1] = row->groups[n];
+      row->groups[kLaneGroups - 1] = first;
+      // who is later than another of the warp needs no look; kNoWinner is NaN here
+      const uint32_t least = __reduce_min_sync(kFullMask, static_cast<uint32_t>(own >> 32));
+      bound = fminf(bound, __uint_as_float(least));
+    }
+  });
+  return own;
 }
 
 // As race_row, but every warp tells every block: one trip a race. All threads call it. turn: 0 at
@@ -211,23 +241,8 @@ __device__ __forceinline__ RaceResult race_last(const RowCluster& cluster, LastR
   for (;;) {
     unsigned long long* keys = shared->keys[*turn & 1];
     Mailbox& winners = shared->winners[*turn & 1];
-    unsigned long long own = kNoWinner;
     float logit = 0.0f;
-    row->for_each_chunk([&](int, int token) {
-      const float top = lane_top(row->groups);
-      if (!__any_sync(kFullMask, top >= weights.filter.cut_logit &&
-                                     weights.scaled(top) * bound * (1.001f * 0x1p32f) >= 0.5f))
-        return;
-#pragma unroll 1
-      for (int g = 0; g < kLaneGroups; ++g) {  // one copy of the code
-        own =
-            race_group(token + g * kGroupStep, row->groups[0], weights, noise, bound, own, &logit);
-        const Group<T> first = row->groups[0];
-#pragma unroll
-        for (int n = 1; n < kLaneGroups; ++n) row->groups[n - 1] = row->groups[n];
-        row->groups[kLaneGroups - 1] = first;
-      }
-    });
+    const unsigned long long own = race_chunks(row, weights, noise, bound, &logit);
     const uint64_t sent[1] = {warp_least(own)};
     winners.send(cluster, keys + cluster.rank * warps + threadIdx.x / kWarpSize, sent);
     winners.wait(cluster, cluster.size * warps * static_cast<int>(sizeof(*keys)), *turn / 2);

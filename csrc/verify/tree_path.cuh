@@ -30,14 +30,16 @@ __device__ __forceinline__ void follow(const int32_t* steps, int* n, int* last, 
   }
 }
 
-// Everything but the token at the end. logprob(i): of the i-th token. By one block.
+// Everything but the token at the end. logprob(i): of the i-th token. By `threads` threads, of
+// which this is number `thread`.
 template <class Logprob>
 __device__ __forceinline__ void emit_path(const TreeRequest& r, const SharedTree& tree,
-                                          const int16_t* path, int last, Logprob logprob) {
+                                          const int16_t* path, int last, int thread, int threads,
+                                          Logprob logprob) {
   const VerifyTreeParams& p = r.p;
   const int64_t first = r.b * p.width;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < p.width; i += blockDim.x) {
+  for (int i = thread; i < p.width; i += threads) {
     p.path[first + i] = i <= last ? path[i] : -1;
     if (i == last) continue;
     p.out_tokens[first + i] = i < last ? tree.token[path[i + 1]] : -1;

@@ -7,13 +7,11 @@
 #pragma once
 
 #include "verify/cluster_mail.cuh"
-#include "verify/tree_last_row.cuh"
 #include "verify/tree_path.cuh"
+#include "verify/tree_plain_end.cuh"
 #include "verify/tree_taken.cuh"
 
 namespace domino {
-
-constexpr int kPlainThreads = 384, kPlainWarps = kPlainThreads / kWarpSize;
 constexpr int kSetupThreads = 128, kSetupWarps = kSetupThreads / kWarpSize;
 
 // What a node with children says to the walk.
@@ -32,7 +30,7 @@ static_assert(sizeof(PlainVerdict) == 32);
 struct alignas(16) PlainShared {
   SharedTree tree;
   Mailbox verdicts, chunks;
-  SharedRace race;
+  SharedDraw draw;
   float coins[kMaxTreeNodes];           // VERIFY_COIN n
   float logit[kMaxTreeNodes];           // of a node's token, in its parent's row
   uint32_t usable[kMaxTreeNodes / 32];  // nodes with a token that no earlier sibling has
@@ -45,19 +43,6 @@ inline int plain_shared_bytes(int64_t width, int64_t vocab, int major) {
   return static_cast<int>(sizeof(PlainShared) + width * sizeof(PlainVerdict) +
                           chunks * sizeof(ChunkStats));
 }
-
-// What the race weighs the tokens of the last row by.
-struct PlainWeights {
-  const RowLaw& law;
-  RowFilter filter;          // none
-  const SharedTaken* taken;  // or null
-
-  __device__ __forceinline__ float scaled(float logit) const { return law.weight(logit); }
-  __device__ __forceinline__ float upper(float logit, int64_t) const { return law.weight(logit); }
-  __device__ __forceinline__ float exact(float upper, int64_t token) const {
-    return taken == nullptr ? upper : add_rn(upper, -taken->of(static_cast<int>(token)));
-  }
-};
 
 // The winner of a row: key of its logit, ~id. By a whole warp.
 __device__ __forceinline__ unsigned long long row_winner(const TreeWorkspace& workspace,
@@ -107,13 +92,10 @@ __device__ __forceinline__ PlainVerdict judge_plain(const TreeRequest& r, const 
   return out;
 }
 
-// What the walk takes that does not wait for the rows, by the first warps.
+// The tree, by the first warps, and the logit of this thread's node, which need not be there yet.
 template <class T, bool kArgmaxOnly>
-__device__ __forceinline__ void set_up(const TreeRequest& r, const EarlyLoads& early, bool greedy,
-                                       const RowCluster& cluster, PlainShared& shared,
-                                       PlainVerdict* verdicts) {
-  const SharedTree& tree = shared.tree;
-  const int lane = threadIdx.x % kWarpSize;
+__device__ __forceinline__ float load_tree(const TreeRequest& r, const EarlyLoads& early,
+                                           PlainShared& shared) {
   const auto sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(kSetupThreads) : "memory"); };
   if (threadIdx.x < kMaxTreeNodes / 32) shared.usable[threadIdx.x] = 0;
   float own_logit = -INFINITY;
@@ -121,10 +103,19 @@ __device__ __forceinline__ void set_up(const TreeRequest& r, const EarlyLoads& e
     if (kArgmaxOnly || parent < 0 || token < 0) return;
     const float logit = to_float(static_cast<const T*>(r.target_row(parent).data)[token]);
     if (n < kSetupThreads)
-      own_logit = logit;  // on its way until all else is done
+      own_logit = logit;
     else
       shared.logit[n] = logit;
   });
+  return own_logit;
+}
+
+// What else the walk takes that does not wait for the rows. By the same warps.
+__device__ __forceinline__ void prepare_nodes(const TreeRequest& r, bool greedy,
+                                              const RowCluster& cluster, PlainShared& shared,
+                                              PlainVerdict* verdicts) {
+  const SharedTree& tree = shared.tree;
+  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll 1
   for (int n = threadIdx.x; n < r.nodes; n += kSetupThreads) {
     if (tree.inner.has(n)) continue;
@@ -145,7 +136,6 @@ __device__ __forceinline__ void set_up(const TreeRequest& r, const EarlyLoads& e
       return true;
     });
   }
-  if (!kArgmaxOnly && threadIdx.x < r.nodes) shared.logit[threadIdx.x] = own_logit;
 }
 
 // Grid: a cluster a request. kArgmaxOnly: all requests are greedy and nobody wants
@@ -174,40 +164,52 @@ __global__ void __launch_bounds__(kPlainThreads, sizeof(T) == 4 ? 1 : 2)
   if (threadIdx.x == 0) {
     shared.verdicts.open();
     shared.chunks.open();
-    shared.race.open();
+    shared.draw.open();
   }
   cluster.arrive();
+  float own_logit = -INFINITY;
+  if (warp < kSetupWarps) own_logit = load_tree<T, kArgmaxOnly>(r, early, shared);
+  __syncthreads();
   if (warp < kSetupWarps) {
-    set_up<T, kArgmaxOnly>(r, early, greedy, cluster, shared, verdicts);
-  } else if (!greedy) {
-    constexpr int kOthers = kPlainThreads - kSetupThreads;
-    const int thread = threadIdx.x - kSetupThreads;
+    prepare_nodes(r, greedy, cluster, shared, verdicts);
+    if (!kArgmaxOnly && threadIdx.x < r.nodes) shared.logit[threadIdx.x] = own_logit;
+  } else if (!greedy && warp >= 2 * kSetupWarps) {
+    constexpr int kOthers = kPlainThreads - 2 * kSetupThreads;
+    const int thread = threadIdx.x - 2 * kSetupThreads;
 #pragma unroll 1
     for (int n = thread; n < r.nodes; n += kOthers)
       shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
     shared.taken.clear(thread, kOthers);
   }
-  __syncthreads();
   cluster.wait();  // all blocks are there, and their mailboxes
   previous_launch_done();
 
+  // The block's first nodes are those of warps that have nothing to prepare: they put the rows'
+  // chunks together meanwhile.
+  const int turn = (warp + kPlainWarps - kSetupWarps) % kPlainWarps;
+  bool prepared = false;
 #pragma unroll 1
-  for (int k = cluster.rank + cluster.size * warp; k < tree.inner.count;
-       k += cluster.size * kPlainWarps) {
-    const int n = tree.inner.at[k];
+  for (int k = cluster.rank + cluster.size * turn;; k += cluster.size * kPlainWarps) {
+    const bool any = k < tree.inner.count;
+    const int n = any ? tree.inner.at[k] : 0;
     const int64_t chunks = (first + n) * row_chunks;
     RowStats stats{};
-    if constexpr (kArgmaxOnly) {
-      const unsigned long long winner = row_winner(workspace, first + n);
-      stats.top = key_logit(static_cast<uint32_t>(winner >> 32));
-      stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(winner));
-      stats.faults = row_faults(stats.top);
-    } else {
-      stats = join_chunks(
-          row_chunks, scale, greedy, wants_sum,
-          [&](int c) { return load_chunk(workspace.chunks + chunks + c); },
-          [&](int c) { return __ldcg(workspace.first + chunks + c); });
+    if (any) {
+      if constexpr (kArgmaxOnly) {
+        const unsigned long long winner = row_winner(workspace, first + n);
+        stats.top = key_logit(static_cast<uint32_t>(winner >> 32));
+        stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(winner));
+        stats.faults = row_faults(stats.top);
+      } else {
+        stats = join_chunks(
+            row_chunks, scale, greedy, wants_sum,
+            [&](int c) { return load_chunk(workspace.chunks + chunks + c); },
+            [&](int c) { return __ldcg(workspace.first + chunks + c); });
+      }
     }
+    if (!prepared) __syncthreads();
+    prepared = true;
+    if (!any) break;
     const PlainVerdict verdict = judge_plain(r, shared, greedy, n, stats);
     uint64_t words[4];
     memcpy(words, &verdict, sizeof(words));
@@ -217,75 +219,55 @@ __global__ void __launch_bounds__(kPlainThreads, sizeof(T) == 4 ? 1 : 2)
 
   int n = 0, last = 0;
   uint32_t status = tree.faults;
-  const bool emits_path = cluster.rank == cluster.size - 1;
+  const bool emits_path = warp == kClerk && cluster.rank == cluster.size - 1;
 #pragma unroll 1
   for (;; ++last) {  // by every thread
     const int2 said = *reinterpret_cast<const int2*>(&verdicts[n].step);
-    if (emits_path && threadIdx.x == 0) shared.path[last] = static_cast<int16_t>(n);
+    if (emits_path && threadIdx.x % kWarpSize == 0) shared.path[last] = static_cast<int16_t>(n);
     status |= static_cast<uint32_t>(said.y);
     if (said.x < 0) break;
     n = said.x;
   }
   const bool leaf = !tree.inner.has(n);
-  LastRow<T> row(cluster, r.target_row(n), p.vocab);
+  LastRow<T> row(cluster, r.target_row(n), p.vocab, kReaders);
   if (leaf || !greedy) row.fetch_ahead();
-  PlainVerdict verdict{};
-  RowStats stats{};
-  if (leaf) {
-#if __CUDA_ARCH__ >= 900
-    ChunkStats* chunks = reinterpret_cast<ChunkStats*>(verdicts + p.width);
-#else
-    ChunkStats* chunks = workspace.chunks + (first + n) * row_chunks;
-#endif
-    stats = read_leaf<kArgmaxOnly>(cluster, greedy, wants_sum, scale, &row, chunks, &shared.chunks,
-                                   &shared.race);
-  } else {
-    verdict = verdicts[n];
-    stats = {verdict.sum, verdict.top, verdict.argmax, status >> 8, 0};
+  if (emits_path) {
+    __syncwarp();
+    emit_path(r, tree, shared.path, last, threadIdx.x % kWarpSize, kWarpSize, [&](int i) {
+      const PlainVerdict& at = verdicts[shared.path[i]];
+      return RowLaw(at.top, at.sum, scale).log_probability(shared.logit[shared.path[i + 1]]);
+    });
   }
-  status = (status & 0xffu) | stats.faults | r.faults;
-  bool emits = cluster.rank == 0 && threadIdx.x == 0;
-  int64_t token = stats.faults == 0 ? stats.argmax : -1;
-  float logit = stats.top;
-  if (!greedy && stats.faults == 0) {
-    const RowLaw law(stats.top, stats.sum, scale);
-    const bool without = verdict.moved != 0;  // the children
-    PlainWeights weights{law, RowFilter{}, nullptr};
-    float mass = static_cast<float>(stats.sum) * (1.0f / kFixedOne);
-    if (without) {
+#if __CUDA_ARCH__ >= 900
+  ChunkStats* chunks = reinterpret_cast<ChunkStats*>(verdicts + p.width);
+#else
+  ChunkStats* chunks = workspace.chunks + (first + n) * row_chunks;
+#endif
+  if (status >> 8 != 0 || (greedy && !leaf)) {
+    if (cluster.rank != 0 || threadIdx.x != 0) return;
+    const PlainVerdict& end = verdicts[n];
+    const bool usable = status >> 8 == 0;
+    emit_last(r, last, usable ? end.argmax : -1,
+              p.chosen_logprob != nullptr && usable
+                  ? RowLaw(end.top, end.sum, scale).log_probability(end.top)
+                  : 0.0f,
+              (status | status >> 8) & 0xffu);
+    return;
+  }
+  PlainEnd end{last, status, greedy, leaf, {early.noise, kBonusDraw, n}, 0.0f, 0, nullptr, 1.0f};
+  if (!leaf) {
+    const PlainVerdict& verdict = verdicts[n];
+    end.top = verdict.top;
+    end.sum = verdict.sum;
+    if (verdict.moved != 0) {
+      end.noise.purpose = kResidualDraw;
+      end.taken = &shared.taken;
+      end.share = verdict.mass;
       shared.taken.put_children(tree, n);
-      weights.taken = &shared.taken;
-      mass *= verdict.mass;
       __syncthreads();
     }
-    RaceNoise noise{early.noise, without ? kResidualDraw : kBonusDraw, n};
-    RaceResult won;
-    int turn = 0;
-#pragma unroll 1
-    for (;;) {
-      won = race_last(cluster, &row, weights, noise, mass, &turn, &shared.race);
-      if (won.key != kNoWinner || weights.taken == nullptr) break;
-      status |= kZeroResidual;  // p without the children is nothing up to rounding
-      weights.taken = nullptr;
-      noise.purpose = kBonusDraw;
-      mass = static_cast<float>(stats.sum) * (1.0f / kFixedOne);
-    }
-    emits = won.own;
-    token = static_cast<int64_t>(won.key & 0xffffffffu);
-    logit = won.logit;
   }
-  if (emits)
-    emit_last(r, last, token,
-              p.chosen_logprob != nullptr && token >= 0
-                  ? RowLaw(stats.top, stats.sum, scale).log_probability(logit)
-                  : 0.0f,
-              status);
-  if (!emits_path) return;
-  __syncthreads();
-  emit_path(r, tree, shared.path, last, [&](int i) {
-    const PlainVerdict& at = verdicts[shared.path[i]];
-    return RowLaw(at.top, at.sum, scale).log_probability(shared.logit[shared.path[i + 1]]);
-  });
+  end_walk<kArgmaxOnly>(cluster, r, end, scale, &row, chunks, &shared.chunks, &shared.draw);
 }
 
 }  // namespace domino

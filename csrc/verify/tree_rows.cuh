@@ -10,8 +10,12 @@
 
 namespace domino {
 
-constexpr int kTreeRowWarps = 8;
 constexpr int kTreeRowBlocks = 2;  // on an SM, so that a block of the last launch fits beside them
+
+// Warps of a block. A single request's rows are so few that most warps of the wide form have one
+// chunk; it has the registers of one, where the other reads one chunk ahead.
+template <bool kWide>
+constexpr int kTreeRowWarps = kWide ? 10 : 8;
 
 // A group of a row that is not aligned, or the row's last. A copy of it at every load would be half
 // of the code.
@@ -75,12 +79,14 @@ __device__ __forceinline__ void store_chunk(const Group<T> (&groups)[kLaneGroups
 // Grid: `blocks` to a request, which share its chunks. Rows of the target, or those of a dense q.
 // kArgmaxOnly: all requests are greedy and nobody wants log-probabilities; then chunks are
 // (key, first) pairs.
-template <class T, bool kArgmaxOnly>
-__global__ void __launch_bounds__(kTreeRowWarps* kWarpSize, sizeof(T) == 4 ? 2 : 4)
+template <class T, bool kArgmaxOnly, bool kWide>
+__global__ void __launch_bounds__(kTreeRowWarps<kWide>* kWarpSize, sizeof(T) == 4 ? 2 : 4)
     tree_rows_kernel(const __grid_constant__ VerifyTreeParams p, int blocks, bool of_target) {
   __shared__ InnerNodes inner;
-  allow_next_launch();
   const int64_t b = blockIdx.x / blocks;
+  const int block = static_cast<int>(blockIdx.x - b * blocks), warp = threadIdx.x / kWarpSize;
+  if (block == 0) ask_for_tree(p, b);
+  previous_launch_done();
   const EarlyLoads early(p, b, false);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
@@ -91,8 +97,9 @@ __global__ void __launch_bounds__(kTreeRowWarps* kWarpSize, sizeof(T) == 4 ? 2 :
   const bool wants_sum = !wants_first || p.chosen_logprob != nullptr;
   const int64_t row_of_request = (of_target ? b : p.batch + b) * p.width;
   const int lane = threadIdx.x % kWarpSize, row_chunks = workspace.row_chunks;
-  const int count = inner.count * row_chunks, stride = blocks * kTreeRowWarps;
-  int item = static_cast<int>(blockIdx.x - b * blocks) * kTreeRowWarps + threadIdx.x / kWarpSize;
+  const int count = inner.count * row_chunks, stride = blocks * kTreeRowWarps<kWide>;
+  // of the wide form all blocks have as many chunks, up to one
+  int item = kWide ? warp * blocks + block : block * kTreeRowWarps<kWide> + warp;
   if (item >= count) return;
   Group<T> groups[kLaneGroups], ahead[kLaneGroups];
   int chunk = 0, next_chunk = 0;
@@ -114,10 +121,11 @@ __global__ void __launch_bounds__(kTreeRowWarps* kWarpSize, sizeof(T) == 4 ? 2 :
     at = next_at;
     item += stride;
     const bool more = item < count;
-    if (more) load();
+    if (more && !kWide) load();
     store_chunk<kArgmaxOnly>(groups, chunk * kChunk + lane * kGroup, wants_first, wants_sum, scale,
                              at, workspace);
     if (!more) break;
+    if (kWide) load();
   }
 }
 

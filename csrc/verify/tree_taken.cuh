@@ -7,13 +7,13 @@ namespace domino {
 
 // Tokens with what is taken off their weight.
 struct SharedTaken {
-  static constexpr int kSlots = 2 * kMaxPool, kNone = -1;
+  static constexpr int kSlots = kMaxPool / 2 * 3, kNone = -1;
   int32_t ids[kSlots];
   float amounts[kSlots];
 
-  static_assert(kSlots == 1 << 11 && kMaxTreeNodes <= kMaxPool);
+  static_assert(kMaxTreeNodes <= kMaxPool);
   static __device__ __forceinline__ int slot_of(int id) {
-    return static_cast<int>(static_cast<uint32_t>(id) * 0x9e3779b1u >> (32 - 11));
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(id) * 0x9e3779b1u, kSlots));
   }
 
   // By `threads` threads, of which this is number `thread`.
@@ -21,7 +21,7 @@ struct SharedTaken {
 #pragma unroll 1
     for (int i = thread; i < kSlots; i += threads) ids[i] = kNone;
   }
-  // Tokens are distinct, or all amounts are infinite; at most half of the slots are taken.
+  // Tokens are distinct, or all amounts are infinite; at most two thirds of the slots are taken.
   __device__ void put(int id, float amount) {
     int i = slot_of(id);
     for (;; i = (i + 1) % kSlots) {

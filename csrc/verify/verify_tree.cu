@@ -7,28 +7,49 @@ namespace domino {
 
 namespace {
 
-int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only,
+// early: it may start while the launch in front runs, which it waits for.
+int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only, bool early,
                 const DeviceInfo& device, cudaStream_t stream) {
   const int64_t chunks = p.width * ceil_div<int64_t>(p.vocab, kChunk);
-  const int64_t most = ceil_div<int64_t>(chunks, kTreeRowWarps);
   const int64_t resident = device.processors * kTreeRowBlocks;
-  const int64_t blocks = std::clamp<int64_t>(resident / p.batch, 1, most);
-  if (p.batch * blocks > INT32_MAX || chunks > INT32_MAX / 2) return kBadArgument;
   return dispatch_dtype(of_target ? p.target_dtype : p.draft_dtype, [&](auto tag) {
     using T = decltype(tag);
-    const auto kernel = argmax_only ? tree_rows_kernel<T, true> : tree_rows_kernel<T, false>;
+    constexpr bool kMayBeWide = sizeof(T) == 2;  // a chunk of fp32 has twice the registers
+    const bool wide = kMayBeWide && p.batch == 1;
+    const int warps = wide ? kTreeRowWarps<true> : kTreeRowWarps<false>;
+    const int64_t blocks =
+        std::clamp<int64_t>(resident / p.batch, 1, ceil_div<int64_t>(chunks, warps));
+    if (p.batch * blocks > INT32_MAX || chunks > INT32_MAX / 2)
+      return static_cast<int>(kBadArgument);
+    const auto kernel =
+        wide ? (argmax_only ? tree_rows_kernel<T, true, kMayBeWide>
+                            : tree_rows_kernel<T, false, kMayBeWide>)
+             : (argmax_only ? tree_rows_kernel<T, true, false> : tree_rows_kernel<T, false, false>);
     // so that an SM need not change its split before it takes a block of the last launch
-    const cudaError_t status = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (status != cudaSuccess) return static_cast<int>(status);
-    kernel<<<static_cast<unsigned>(p.batch * blocks), kTreeRowWarps * kWarpSize, 0, stream>>>(
-        p, static_cast<int>(blocks), of_target);
+    if (const int status = set_attribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared);
+        status != kOk)
+      return status;
+    LaunchShape shape{dim3(static_cast<unsigned>(p.batch * blocks)), warps * kWarpSize};
+    shape.overlap = device.major >= 9 && early;
+    if (shape.overlap && (p.batch > 1 || p.pool == 0)) {
+      // Where blocks of the launch in front are not on all SMs, the others would take more of these
+      // and be behind: as much shared memory as lets no more of them on one. With a single
+      // request's pools, what the last launch prepares takes longer than the rows: it is better off
+      // on an SM with fewer of these.
+      shape.shared = (device.shared_memory + 1024) / (kTreeRowBlocks + 1) + 128 - 1024 -
+                     static_cast<int>(sizeof(InnerNodes));
+      if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk)
+        return status;
+    }
+    launch_kernel(shape, stream, kernel, p, static_cast<int>(blocks), of_target);
     return launched();
   });
 }
 
 // A launch of clusters that may start while the one in front runs, unless it is the call's first:
-// what it reads early may be what other kernels have just written.
+// what it reads early may be what other kernels have just written. The rows' launch waits for those
+// before it lets the next one start.
 template <class Kernel>
 int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, int threads,
                     int64_t shared, const DeviceInfo& device, cudaStream_t stream) {
@@ -41,9 +62,8 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
   if (device.major >= 9)
     while (size < wanted && size * threads / kWarpSize < chunks) size *= 2;
   if (size > 8) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (status != cudaSuccess) return status;
+    const int status = set_attribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != kOk) return status;
   }
   if (shared > 0)
     if (const int status = allow_shared_memory(kernel, shared); status != kOk) return status;
@@ -59,10 +79,10 @@ int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, in
 template <class T, bool kGeneral>
 int launch_finish(const VerifyTreeParams& p, const DeviceInfo& device, cudaStream_t stream) {
   const auto kernel = tree_finish_kernel<T, kGeneral>;
-  const int64_t chunks = device.major >= 9 ? ceil_div<int64_t>(p.vocab, kChunk) : 0;
+  const int64_t chunks = kGeneral || device.major < 9 ? 0 : ceil_div<int64_t>(p.vocab, kChunk);
+  const int64_t more = chunks > TreeFinishShared::kLawChunks ? chunks * sizeof(ChunkStats) : 0;
   return launch_clusters(kernel, p, p.batch, kGeneral ? kWalkThreads : kFinishThreads,
-                         sizeof(TreeFinishShared) + (kGeneral ? 0 : chunks * sizeof(ChunkStats)),
-                         device, stream);
+                         sizeof(TreeFinishShared) + more, device, stream);
 }
 
 template <class T, bool kArgmaxOnly>
@@ -84,19 +104,22 @@ int verify_tree_cuda(const VerifyTreeParams& p, void* raw_stream) {
   const bool argmax_only = p.temperature == nullptr && p.chosen_logprob == nullptr;
   const bool dense = p.draft_logits != nullptr, match = p.rule == TreeRule::kMatch;
   const bool may_draft = p.rule == TreeRule::kSiblings || p.rule == TreeRule::kTraversal;
+  const bool plain =
+      argmax_only || (!p.has_filters() && !match && (p.temperature == nullptr || !may_draft));
+  const bool general = !plain && (p.has_filters() || dense || match);
   if (p.width > 1) {
-    if (const int status = launch_rows(p, true, argmax_only, device, stream); status != kOk)
+    if (const int status = launch_rows(p, true, argmax_only, !general, device, stream);
+        status != kOk)
       return status;
     if (dense)
-      if (const int status = launch_rows(p, false, false, device, stream); status != kOk)
+      if (const int status = launch_rows(p, false, false, !general, device, stream); status != kOk)
         return status;
   }
   return dispatch_dtype(p.target_dtype, [&](auto tag) {
     using T = decltype(tag);
     if (argmax_only) return launch_plain<T, true>(p, device, stream);
-    if (!p.has_filters() && !match && (p.temperature == nullptr || !may_draft))
-      return launch_plain<T, false>(p, device, stream);
-    if (!p.has_filters() && !dense && !match) return launch_finish<T, false>(p, device, stream);
+    if (plain) return launch_plain<T, false>(p, device, stream);
+    if (!general) return launch_finish<T, false>(p, device, stream);
     if (p.width > 1 && (p.has_filters() || match)) {
       const int status = launch_clusters(tree_node_kernel<T>, p, p.batch * p.width, kWalkThreads, 0,
                                          device, stream);
