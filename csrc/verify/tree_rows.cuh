@@ -83,10 +83,9 @@ template <class T, bool kArgmaxOnly, bool kWide>
 __global__ void __launch_bounds__(kTreeRowWarps<kWide>* kWarpSize, sizeof(T) == 4 ? 2 : 4)
     tree_rows_kernel(const __grid_constant__ VerifyTreeParams p, int blocks, bool of_target) {
   __shared__ InnerNodes inner;
+  allow_next_launch();
   const int64_t b = blockIdx.x / blocks;
   const int block = static_cast<int>(blockIdx.x - b * blocks), warp = threadIdx.x / kWarpSize;
-  if (block == 0) ask_for_tree(p, b);
-  previous_launch_done();
   const EarlyLoads early(p, b, false);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);

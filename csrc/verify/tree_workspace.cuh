@@ -70,24 +70,6 @@ struct EarlyLoads {
   }
 };
 
-// Asks L2 for what the launches read first. Before the launches in front have ended: nothing is
-// read yet, and what they still write is what will be found. By the first block of request b.
-__device__ __forceinline__ void ask_for_tree(const VerifyTreeParams& p, int64_t b) {
-#if __CUDA_ARCH__ >= 900
-  if (p.cu_nodes != nullptr) return;
-  const auto ask = [](const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); };
-#pragma unroll 1
-  for (int n = threadIdx.x; n < p.width; n += blockDim.x) {
-    ask(p.parents + b * p.parents_stride + n);
-    ask(p.tokens + b * p.tokens_stride + n);
-  }
-  if (threadIdx.x != 0 || p.temperature == nullptr) return;
-  ask(p.temperature + b);
-  ask(p.seed + b);
-  ask(p.block_start + b);
-#endif
-}
-
 // How all threads of a block meet.
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 

@@ -7,8 +7,7 @@ namespace domino {
 
 namespace {
 
-// early: it may start while the launch in front runs, which it waits for.
-int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only, bool early,
+int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only,
                 const DeviceInfo& device, cudaStream_t stream) {
   const int64_t chunks = p.width * ceil_div<int64_t>(p.vocab, kChunk);
   const int64_t resident = device.processors * kTreeRowBlocks;
@@ -30,26 +29,14 @@ int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only, boo
                                          cudaSharedmemCarveoutMaxShared);
         status != kOk)
       return status;
-    LaunchShape shape{dim3(static_cast<unsigned>(p.batch * blocks)), warps * kWarpSize};
-    shape.overlap = device.major >= 9 && early;
-    if (shape.overlap && (p.batch > 1 || p.pool == 0)) {
-      // Where blocks of the launch in front are not on all SMs, the others would take more of these
-      // and be behind: as much shared memory as lets no more of them on one. With a single
-      // request's pools, what the last launch prepares takes longer than the rows: it is better off
-      // on an SM with fewer of these.
-      shape.shared = (device.shared_memory + 1024) / (kTreeRowBlocks + 1) + 128 - 1024 -
-                     static_cast<int>(sizeof(InnerNodes));
-      if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk)
-        return status;
-    }
+    const LaunchShape shape{dim3(static_cast<unsigned>(p.batch * blocks)), warps * kWarpSize};
     launch_kernel(shape, stream, kernel, p, static_cast<int>(blocks), of_target);
     return launched();
   });
 }
 
 // A launch of clusters that may start while the one in front runs, unless it is the call's first:
-// what it reads early may be what other kernels have just written. The rows' launch waits for those
-// before it lets the next one start.
+// what it reads early may be what other kernels have just written.
 template <class Kernel>
 int launch_clusters(Kernel kernel, const VerifyTreeParams& p, int64_t groups, int threads,
                     int64_t shared, const DeviceInfo& device, cudaStream_t stream) {
@@ -108,11 +95,10 @@ int verify_tree_cuda(const VerifyTreeParams& p, void* raw_stream) {
       argmax_only || (!p.has_filters() && !match && (p.temperature == nullptr || !may_draft));
   const bool general = !plain && (p.has_filters() || dense || match);
   if (p.width > 1) {
-    if (const int status = launch_rows(p, true, argmax_only, !general, device, stream);
-        status != kOk)
+    if (const int status = launch_rows(p, true, argmax_only, device, stream); status != kOk)
       return status;
     if (dense)
-      if (const int status = launch_rows(p, false, false, !general, device, stream); status != kOk)
+      if (const int status = launch_rows(p, false, false, device, stream); status != kOk)
         return status;
   }
   return dispatch_dtype(p.target_dtype, [&](auto tag) {
