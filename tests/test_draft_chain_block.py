@@ -29,6 +29,7 @@ BLOCK_CASES = [  # sizes, batch, table, exact: groups of 1 to 32 rows, more than
     (NARROW, 1, False, False),
     (NARROW, 5, True, True),
     (NARROW, 33, True, False),
+    (WIDE, 64, False, True),
     (NARROW, 70, False, True),
     (NARROW, 70, True, False),
     (dict(NARROW, G=512, R=128), 2, True, True),
@@ -122,7 +123,15 @@ def test_a_block_that_never_comes(mode, table, generator):
 @pytest.mark.parametrize("prefix", [0, 1, 2, 5])
 @pytest.mark.parametrize(
     "units, batch, table",
-    [(48, 2, True), (512, 3, False), (512, 20, True), (512, 9, False), (1024, 2, True)],
+    [
+        (48, 2, True),
+        (512, 3, False),
+        (512, 20, True),
+        (512, 9, False),
+        (512, 40, False),
+        (1024, 2, True),
+        (1024, 64, False),
+    ],
 )
 def test_nobody_misses_a_word(units, batch, table, prefix, mode, generator):
     """Blocks without units, which send keys all the same, keep step with those that read them."""

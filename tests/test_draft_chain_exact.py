@@ -94,6 +94,17 @@ def test_the_portable_form_has_the_same_bits(restarts):
         assert torch.equal(getattr(portable, field), getattr(usual, field)), field
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+@pytest.mark.parametrize("batch, units, pool", [(9, 1024, "slot"), (40, 528, "block")], ids=str)
+def test_input_products_of_all_blocks_have_the_bits_of_servers(batch, units, pool, restarts):
+    block = planted_block(SHAPE | {"G": units}, batch, 5, "cuda", restarts=restarts)
+    joint, served = draft(block, pool=pool), draft(block, pool=pool, portable=True)
+    assert torch.equal(joint.tokens, block.planted)
+    for field in ("tokens", "scores", "restarts"):
+        assert torch.equal(getattr(joint, field), getattr(served, field)), field
+
+
 def assert_same_without_screen(block, **options):
     bare = block._replace(weights=replace(block.weights, screen=None))
     screened, plain = draft(block, **options), draft(bare, **options)

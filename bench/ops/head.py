@@ -64,7 +64,7 @@ def gru_step_case(model, batch):
 
 
 class Operands(NamedTuple):
-    """What ours and the peers get. `with_table`: the weights, input table and screen.
+    """What ours and the peers get. The weights have the screen; `with_table`: and the input table.
 
     plan, out: memory of a call of ours in each mode: mode -> ChainPlan, DraftResult.
     law: [B] temperatures, seeds and positions of a drawn block.
@@ -191,14 +191,16 @@ def make_operands(model, batch, restarts, device, seed):
     shape, size = MODELS[model], pool_size(batch)
     block = planted_block(shape, batch, seed, device, restarts=restarts, slots=SLOTS, dtype=DTYPE)
     options = dict(num_drafts=DRAFTS, pool_size=size)
+    weights = block.weights.with_screen()
     return Operands(
-        *block[:4],
+        *block[:3],
+        weights,
         peers.prepare(block.weights),
-        block.weights.with_table().with_screen(),
-        ChainPlan(block.weights, batch, **options),
-        ChainPlan(block.weights, batch, **options, backend="triton"),
-        DraftResult.empty(block.weights, batch, **options),
-        DraftResult.empty(block.weights, batch, **options, sampled=True),
+        weights.with_table(),
+        ChainPlan(weights, batch, **options),
+        ChainPlan(weights, batch, **options, backend="triton"),
+        DraftResult.empty(weights, batch, **options),
+        DraftResult.empty(weights, batch, **options, sampled=True),
         {
             "temperature": torch.full((batch,), COLD, device=device),
             "seed": torch.arange(batch, device=device),

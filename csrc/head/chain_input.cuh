@@ -14,7 +14,7 @@
 // only rows that are guessed wrong then wait for a product.
 //
 // The inputs are summed in 16 parts (kStateParts): part q takes the 32s q, q + 16, .. one after the
-// other, lane t of a quad 8 of each in two MMAs; then sum_of_parts. Bound by the latency of a row
+// other, each in two MMAs of 16 side by side; then sum_of_parts. Bound by the latency of a row
 // of E, then by 213 KB from shared memory.
 #pragma once
 
@@ -183,7 +183,8 @@ class InputServer {
     const bool inside = slab < slabs && k < inputs && unit < units;
     const T* const from = static_cast<const T*>(p.w_ih) +
                           (static_cast<int64_t>(tile % 3) * units + unit) * inputs + k;
-    const uint4 low = load_where(inside, from), high = load_where(inside, from + 8 * inputs);
+    const uint4 low = by_sixteens(load_where(inside, from)),
+                high = by_sixteens(load_where(inside, from + 8 * inputs));
     w[0] = {low.x, high.x, low.y, high.y};
     w[1] = {low.z, high.z, low.w, high.w};
   }
@@ -205,7 +206,7 @@ class InputServer {
 
   using Sums = float[kColumnTiles][kTiles][4];
 
-  // E[y] from this lane's inputs in `of` on, for the token of a column.
+  // E[y] from this lane's inputs in `of` on, for the token of a column, as loaded.
   __device__ __forceinline__ uint4 load_column(int of, uint32_t y, int chunk) const {
     const int k = input_of(of) + chunk * kStride;
     const T* const row =
@@ -235,9 +236,12 @@ class InputServer {
         uint4 column[kAhead][1];
 #pragma unroll
         for (int c = 0; c < kAhead; ++c) column[c][0] = load_column(of, y[0], c);
+        uint4 next = by_sixteens(column[0][0]);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          const uint4& b = column[c % kAhead][0];
+          const uint4 b = next;
+          if (c + kAhead < kChunks) column[c % kAhead][0] = load_column(of, y[0], c + kAhead);
+          if (c + 1 < kChunks) next = by_sixteens(column[(c + 1) % kAhead][0]);
 #pragma unroll
           for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -246,7 +250,6 @@ class InputServer {
               const uint4 w = at < kHeld ? held[at < kHeld ? at : 0][half] : stored(at)[32 * half];
               mma_16x8x16<T>(sums[0][tile], w.x, w.y, w.z, w.w, half ? b.z : b.x, half ? b.w : b.y);
             }
-          if (c + kAhead < kChunks) column[c % kAhead][0] = load_column(of, y[0], c + kAhead);
         }
         from = kChunks;
       }
@@ -255,7 +258,7 @@ class InputServer {
     for (int c = from; c * kStride < inputs; ++c) {
       uint4 column[kColumnTiles];
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) column[n] = load_column(of, y[n], c);
+      for (int n = 0; n < kColumnTiles; ++n) column[n] = by_sixteens(load_column(of, y[n], c));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint4 w[2];

@@ -22,9 +22,18 @@ struct ChainBlockArgs : ChainBlockParams {
   int pitch;          // bytes of a W2 row in shared memory: 32 modulo 128
   bool resident;      // W2's rows are in shared memory; otherwise they are read in place
   bool keeps_inputs;  // servers of inputs have room for what they may keep of W_ih
+  int weight_slots;   // of the rings of W_ih in shared memory (JointProduct)
+  int lent_rows;      // rows of W2 in whose place they stand
+  int ids_at;         // of shared memory
   bool restart;
   bool always;  // chain_rescue: whether or not control->aborted
 };
+
+// Where W_ih E[y] comes from: rows of the input table; servers, blocks of the launch that do
+// nothing else (chain_input.cuh); all blocks together (chain_product.cuh).
+enum class ChainInputs { kTable, kServed, kJoint };
+
+constexpr int kJointBytes = 1792;  // of JointProduct, kept in every step
 
 // Shared memory, in bytes from its start.
 template <int kTiles>
@@ -34,16 +43,18 @@ struct BlockMemory {
   static constexpr int kWarps = kTiles == 1 ? 8 : 16, kThreads = kWarps * kWarpSize;
   static constexpr int kSumPitch = kStateParts + 4;
   static constexpr int kBuffers = kTiles > 1 ? 2 : 1;
-  static constexpr int low_sums = 0;  // f32 [8 kTiles columns, 4 rows, 16 parts + 4]
+  static constexpr int gate_totals = 0;
+  static constexpr int start = gate_totals + kTiles * kColumns * 48 * 4;  // i32 [32]
+  static constexpr int last = start + 32 * 4;  // f32 [32]: the score of a row's last winner
+  static constexpr int joint = last + 32 * 4;
+  // f32 [8 kTiles columns, 4 rows, 16 parts + 4]; rings of JointProduct from here on
+  static constexpr int low_sums = joint + (kTiles > 1 ? kJointBytes : 0);
   static constexpr int gate_sums = low_sums + kTiles * kColumns * kBlockRank * kSumPitch * 4;
-  static constexpr int gate_totals = gate_sums + kBuffers * kStateParts * 3 * 128 * 4;
-  static constexpr int low_rank = gate_totals + kTiles * kColumns * 48 * 4;
+  static constexpr int low_rank = gate_sums + kBuffers * kStateParts * 3 * 128 * 4;
   // a warp's u of two batch rows; the second 32 bytes further modulo 128
   static constexpr int kStage = kMaxRank * 2 + 32;
-  static constexpr int start = low_rank + kWarps * 2 * kStage;  // i32 [32]
-  static constexpr int last = start + 32 * 4;  // f32 [32]: the score of a row's last winner
-  static constexpr int ids = last + 32 * 4;    // i32 [2, all_ids]: of even and odd drafts
-  static int bytes(int all_ids, int pitch) { return ids + 2 * all_ids * 4 + all_ids * pitch; }
+  static constexpr int w2_rows = low_rank + kWarps * 2 * kStage;
+  // behind W2's rows: i32 [2, all_ids], of even and odd drafts
 };
 
 }  // namespace domino

@@ -21,18 +21,21 @@ __device__ __forceinline__ unsigned long long warp_best(unsigned long long key) 
 }
 
 // 16 bytes, or zeros.
-template <class T>
-__device__ __forceinline__ uint4 load_inside(const T* at, bool inside) {
-  return inside ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
-}
-
-// The same without a branch.
 __device__ __forceinline__ uint4 load_where(bool inside, const void* at) {
   uint4 value{0, 0, 0, 0};
   asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%5];}"
                : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
                : "r"(static_cast<uint32_t>(inside)), "l"(at));
   return value;
+}
+
+// Lane t of a quad has loaded inputs 8t .. 8t + 7 of 32; it gets what two MMAs want of it, each of
+// which takes 16 inputs side by side as wgmma does. By a warp.
+__device__ __forceinline__ uint4 by_sixteens(const uint4& eight) {
+  const bool upper = threadIdx.x % 4 >= 2;
+  const uint32_t x = __shfl_xor_sync(kFullMask, upper ? eight.x : eight.z, 2);
+  const uint32_t y = __shfl_xor_sync(kFullMask, upper ? eight.y : eight.w, 2);
+  return upper ? uint4{x, y, eight.z, eight.w} : uint4{eight.x, eight.y, x, y};
 }
 
 // 2^x and 1 / x of the special function unit, subnormals taken as zero.
@@ -238,7 +241,7 @@ __device__ __forceinline__ float chain_sum(const float (&sums)[4][4], int elemen
 }
 
 // W_ih E[y] for 16 units: this lane's sums of its parts of the inputs, y the token of its column.
-// Part q takes the 32s q, q + 16, .. of the inputs, lane t of a quad 8 of a 32.
+// Part q takes the 32s q, q + 16, .. of the inputs.
 template <class T, int kParts>
 __device__ __forceinline__ void input_product(const ChainBlockParams& p, float* sums_of_parts,
                                               uint32_t y, int unit0) {
@@ -253,11 +256,11 @@ __device__ __forceinline__ void input_product(const ChainBlockParams& p, float* 
 #pragma unroll 2
     for (int first = (warp * kParts + part) * 32; first < inputs; first += kStateParts * 32) {
       const int k = first + lane % 4 * 8;
-      const uint4 column = load_inside(x + k, k < inputs);
+      const uint4 column = by_sixteens(load_where(k < inputs, x + k));
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
-        const uint4 low = load_inside(w + i * gate + k, k < inputs);
-        const uint4 high = load_inside(w + i * gate + 8 * inputs + k, k < inputs);
+        const uint4 low = by_sixteens(load_where(k < inputs, w + i * gate + k));
+        const uint4 high = by_sixteens(load_where(k < inputs, w + i * gate + 8 * inputs + k));
         mma_16x8x16<T>(sums[i], low.x, high.x, low.y, high.y, column.x, column.y);
         mma_16x8x16<T>(sums[i], low.z, high.z, low.w, high.w, column.z, column.w);
       }

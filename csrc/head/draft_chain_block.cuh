@@ -8,8 +8,8 @@
 // what they have, each of them all the others (chain_exchange.cuh):
 //
 //   keys of y_j   -> its argmax; the block's 48 values of row y_j of the input table, or without
-//                    one what servers make of E[y_j] (chain_input.cuh), and W_hh S_{j-1} from the
-//                    step before: 16 units of S_j
+//                    one what is made of E[y_j] by servers (chain_input.cuh) or by all blocks
+//                    (chain_product.cuh), and W_hh S_{j-1} from the step before: 16 units of S_j
 //   S_j           -> its 4 rows of u = SiLU(W1h H + W1s S_j); then, while u is on its way, W_hh S_j
 //   u             -> scores of its part of the pool, its best key
 //
@@ -21,6 +21,7 @@
 #include "head/chain_input.cuh"
 #include "head/chain_layout.cuh"
 #include "head/chain_math.cuh"
+#include "head/chain_product.cuh"
 #include "head/draft_draw.h"
 
 namespace domino {
@@ -46,23 +47,27 @@ __device__ __forceinline__ void leave_to_finish(const ChainBlockArgs& p, bool pe
 
 // kSteps: MMAs that a part of the units takes; kTiles: eights of batch rows in a group; kRank: 0,
 // or the rank in the plain case: 1024 units, greedy, one pool a row, W2's rows in shared memory,
-// base logits of the weights' dtype without edits; kTable: rows of the input table stand for W_ih
-// E[y], which otherwise the blocks behind chain_blocks compute in each step (kTiles = 1, one
-// group).
-template <class T, int kSteps, int kTiles, int kRank, bool kTable>
+// base logits of the weights' dtype without edits; kInputs: kServed with one group, whose servers
+// are the blocks behind chain_blocks, kJoint with two, kTiles = 4 and w_ih in tiles of 32 rows.
+template <class T, int kSteps, int kTiles, int kRank, ChainInputs kInputs>
 __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
-    chain_block(const __grid_constant__ ChainBlockArgs p) {
+    chain_block(const __grid_constant__ ChainBlockArgs p,
+                const __grid_constant__ CUtensorMap w_ih) {
   using Memory = BlockMemory<kTiles>;
+  constexpr bool kTable = kInputs == ChainInputs::kTable, kServed = kInputs == ChainInputs::kServed;
+  constexpr bool kJoint = kInputs == ChainInputs::kJoint;
+  // W_ih may be on its way while sums of gates are added up.
+  static_assert(!kJoint || Memory::low_sums + JointProduct<T>::kBytes >= Memory::low_rank);
   constexpr int kThreads = Memory::kThreads;
   constexpr int kParts = kStateParts / Memory::kWarps;  // of a warp
   constexpr int kMost = kTiles * kColumns;              // rows of a group
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   float* const low_sums = reinterpret_cast<float*>(memory + Memory::low_sums);
   float* const gate_sums = reinterpret_cast<float*>(memory + Memory::gate_sums);
   float* const gate_totals = reinterpret_cast<float*>(memory + Memory::gate_totals);
   int* const start = reinterpret_cast<int*>(memory + Memory::start);
   volatile float* const last = reinterpret_cast<float*>(memory + Memory::last);
-  int* const ids = reinterpret_cast<int*>(memory + Memory::ids);
+  int* const ids = reinterpret_cast<int*>(memory + p.ids_at);
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const int all_ids = (p.group_rows * part + 15) / 16 * 16;
   const int tiles = (rows * part + 15) / 16, tile0 = warp << p.tiles_log;
   const int tile_end = min(tile0 + (1 << p.tiles_log), tiles);
-  char* const w2_rows = memory + Memory::ids + 2 * all_ids * 4;
+  char* const w2_rows = memory + Memory::w2_rows;
 
   if (p.restart) {
     previous_launch_done();
@@ -93,7 +98,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     if (restart_is_vain(count, all_rows))
       return leave_to_finish(p, pending, reinterpret_cast<int*>(memory));
   }
-  if constexpr (!kTable) {
+  if constexpr (kServed) {
     if (blockIdx.x >= p.chain_blocks) {
       InputServer<T, kTiles>::run(p, memory);
       return leave_chain(p.control);
@@ -129,6 +134,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const ChainExchange exchange(p.exchange, units, rank, epoch);
   uint4* const low_words = exchange.low_rank(group);
   exchange.clear_other(blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
+  JointProduct<T> product(p, w_ih, exchange, memory + Memory::low_sums, memory + Memory::joint);
   if (threadIdx.x < 32) {
     int first = drafts;
     if (threadIdx.x < rows) first = begin_row(p, p.restart, first_row + threadIdx.x, block == 0);
@@ -146,23 +152,25 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       ids[(j & 1) * all_ids + i] = drafted && m < p.pool_size ? p.pool[pool * p.pool_size + m] : -1;
     }
   };
-  const auto load_rows = [&](int j) {  // of W2, in flight until cp.async.wait_all
-#pragma unroll 1
-    for (int row = warp; row < tiles * 16; row += Memory::kWarps) {
-      const T* from = static_cast<const T*>(p.w2) +
-                      static_cast<int64_t>(max(ids[(j & 1) * all_ids + row], 0)) * rank;
-      if (lane * 8 < rank) {
-        const uint32_t to =
-            static_cast<uint32_t>(__cvta_generic_to_shared(w2_rows + row * p.pitch + lane * 16));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + lane * 8)
-                     : "memory");
-      }
+  // A row of W2 by a warp, in flight until cp.async.wait_all.
+  const auto load_row = [&](int j, int row) {
+    const T* from = static_cast<const T*>(p.w2) +
+                    static_cast<int64_t>(max(ids[(j & 1) * all_ids + row], 0)) * rank;
+    if (lane * 8 < rank) {
+      const uint32_t to =
+          static_cast<uint32_t>(__cvta_generic_to_shared(w2_rows + row * p.pitch + lane * 16));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + lane * 8)
+                   : "memory");
     }
+  };
+  const auto load_rows = [&](int j, int first) {
+#pragma unroll 1
+    for (int row = first + warp; row < tiles * 16; row += Memory::kWarps) load_row(j, row);
   };
   // by the whole block alike, however late it comes
   const bool leave = __syncthreads_or(*reinterpret_cast<volatile uint32_t*>(aborted) != 0 ||
                                       p.control->mute == blockIdx.x + 1);
-  const int begin = __reduce_min_sync(kFullMask, start[lane]);
+  const int begin = kJoint ? product.begin() : __reduce_min_sync(kFullMask, start[lane]);
   const bool run = !leave && begin < drafts;
   const int scored_from = draws ? 0 : prefix;  // drafts before it are known
   if (run) {
@@ -170,8 +178,9 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     // the other place: of the next draft; after a restart of the one that prepare() begins with
     load_ids(slot_pools ? max(begin - 1, scored_from) : max(begin, scored_from) + 1);
     __syncthreads();
-    if (resident) {
-      load_rows(max(begin, scored_from));
+    if (kJoint && begin == 0) product.fetch();
+    if (resident && !(kJoint && slot_pools)) {
+      load_rows(max(begin, scored_from), kJoint ? p.lent_rows : 0);
       asm volatile("cp.async.wait_all;" ::: "memory");
       __syncthreads();
     }
@@ -275,7 +284,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   constexpr int kRowsAtOnce = kWarpSize * kWords / kRowWords, kLoads = kMost / kRowsAtOnce;
   constexpr int kTurnTiles = kTiles > 1 ? 2 : 1, kPitch = kRowWords * 8 + 32;
   static_assert(Memory::kWarps * kTurnTiles * kColumns * kPitch <=
-                Memory::gate_totals - Memory::gate_sums);
+                Memory::low_rank - Memory::gate_sums);
   char* const turn_around = memory + Memory::gate_sums + warp * (kTurnTiles * kColumns * kPitch);
   const int lane_row = lane * kWords / kRowWords, lane_word = lane * kWords % kRowWords;
   const int lane_k = (warp * kRowWords + lane_word) * 4;
@@ -286,11 +295,17 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     if (row < rows && lane_k < units && start[row] == 0) awaited |= 1u << i;
   }
   const int from_step = max(begin - 1, 0);
-  if (run) prepare(max(from_step, scored_from), tile0);
+  if (!kJoint && run) prepare(max(from_step, scored_from), tile0);
 
 #pragma unroll 1
   for (int j = from_step; run && j < drafts; ++j) {
-    const bool scored = j >= scored_from, corrects = j >= prefix;
+    const bool scored = j >= scored_from && (!kJoint || j >= begin), corrects = j >= prefix;
+    if constexpr (kJoint) {
+      if (j >= begin) {
+        product.choose(j, scored_from, aborted);
+        product.multiply(epoch + j);
+      }
+    }
     // what u needs besides S
     const int64_t low_at = ((first_row + low_row) * (drafts - prefix) + j - prefix) * rank + low0 +
                            low_thread % kBlockRank;
@@ -313,20 +328,28 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         for (int gate = 0; gate < 3; ++gate)
           from_state[gate] = gate_totals[my_row * 48 + gate * 16 + sub];
       }
-      if constexpr (!kTable && InputServer<T, kTiles>::kGuesses)
+      if constexpr (kServed && InputServer<T, kTiles>::kGuesses)
         guess = await_guess(exchange, my_row, j, epoch, mine && j > max(my_start, scored_from),
                             aborted);
-      if (j > 0) best = winner(j - 1);
-      if (mine)
+      if constexpr (kJoint) {
+        if (mine && j >= begin) {
+          const uint2 choice = product.choice(group, my_row);
+          best = {choice.x, choice.y};
+        }
+      } else if (j > 0) {
+        best = winner(j - 1);
+      }
+      if (!kJoint && mine)
         y = j > 0 ? min(best.id, last_id)
                   : static_cast<uint32_t>(clamp_id(p.anchor[first_row + my_row], p.vocab));
     }
     if (chooses) {
       float3 made{};
       if constexpr (!kTable)
-        made = take_inputs<kLanes>(
-            exchange.inputs(guess == y && guess != kNoToken ? 1 + j % 2 : 0, my_row, 0) + unit0,
-            units, mine && j >= my_start, epoch + j, aborted);
+        made = take_inputs<kLanes>(exchange.inputs(guess == y && guess != kNoToken ? 1 + j % 2 : 0,
+                                                   (kJoint ? group * kGroupRows : 0) + my_row, 0) +
+                                       unit0,
+                                   units, mine && j >= my_start, epoch + j, aborted);
       uint32_t bits = 0;
       if (turn) {
         float x_r, x_z, x_n;
@@ -361,6 +384,14 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       }
     }
 
+    if constexpr (kJoint) {  // of this warp's tiles: what the product has taken the place of
+      if (scored && resident) {
+        const int end = min(slot_pools ? all_ids : p.lent_rows, tile_end * 16);
+#pragma unroll 4
+        for (int row = tile0 * 16; row < end; ++row) load_row(j, row);
+      }
+      if (scored && tile0 < tile_end) prepare(j, tile0);
+    }
     // S_j (or, where a row starts behind this step, the state that it starts from)
     uint64_t word[kLoads][kWords] = {};
     {
@@ -451,7 +482,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       }
     }
     if (slot_pools) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      if (!kJoint) asm volatile("cp.async.wait_all;" ::: "memory");
       if (j + 1 < drafts && j + 1 > scored_from) load_ids(j + 1);
     }
     __syncthreads();
@@ -515,12 +546,16 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       add_gates(std::integral_constant<int, 0>{}, One{});
     } else {
       add_gates(std::integral_constant<int, 0>{}, Two{});
-      add_gates(Two{}, One{});
+      if constexpr (!kJoint) add_gates(Two{}, One{});
     }
 
     // scores of this warp's tiles
     if (scored) {
       char* const stage = memory + Memory::low_rank + warp * 2 * Memory::kStage;
+      if constexpr (kJoint) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+      }
       unsigned long long best = 0;
       int staged = -1;
 #pragma unroll 1
@@ -626,13 +661,17 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         }
       }
     }
-    if constexpr (kTiles > 1) {
+    if constexpr (kJoint) {
+      if (j + 1 < drafts) product.fetch();
+      add_gates(Two{}, Two{});
+    } else if constexpr (kTiles > 1) {
       add_gates(std::integral_constant<int, 3>{}, One{});
       // only now: of what is loaded here nothing may be spilled, which would wait for it
       if (scored && j + 1 < drafts && tile0 < tile_end) prepare(j + 1, tile0);
     }
     __syncthreads();
-    if (resident && slot_pools && j + 1 < drafts && j + 1 > scored_from) load_rows(j + 1);
+    if (!kJoint && resident && slot_pools && j + 1 < drafts && j + 1 > scored_from)
+      load_rows(j + 1, 0);
   }
   if (run && block == 0 && row_warp < rows) report(drafts - 1, winner(drafts - 1));
 

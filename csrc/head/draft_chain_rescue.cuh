@@ -61,9 +61,9 @@ __device__ __forceinline__ void partial_inputs(RescueMemory& memory, const Chain
     float sums[4] = {};
     for (int part = warp * 32; part < inputs; part += kStateParts * 32) {
       const int k = part + t * 8;
-      const uint4 column = load_inside(x + k, k < inputs);
-      const uint4 low = load_inside(w + tile * 16 * inputs + k, k < inputs);
-      const uint4 high = load_inside(w + (tile * 16 + 8) * inputs + k, k < inputs);
+      const uint4 column = by_sixteens(load_where(k < inputs, x + k));
+      const uint4 low = by_sixteens(load_where(k < inputs, w + tile * 16 * inputs + k));
+      const uint4 high = by_sixteens(load_where(k < inputs, w + (tile * 16 + 8) * inputs + k));
       mma_16x8x16<T>(sums, low.x, high.x, low.y, high.y, column.x, column.y);
       mma_16x8x16<T>(sums, low.z, high.z, low.w, high.w, column.z, column.w);
     }
