@@ -117,24 +117,46 @@ def assert_same_without_screen(block, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("restarts", [0, 1, ALL])
-@pytest.mark.parametrize("batch, rank", [(1, 256), (1, 80), (5, 256), (16, 128), (65, 176)])
-def test_the_screen_changes_no_bit(batch, rank, restarts, dtype):
-    shape = {"H": 128, "G": 64, "R": rank, "V": 20_011}
+@pytest.mark.parametrize(
+    "batch, units, rank",
+    [(1, 64, 256), (1, 256, 256), (1, 256, 80), (5, 64, 256), (16, 64, 128), (65, 64, 176)],
+)
+def test_the_screen_changes_no_bit(batch, units, rank, restarts, dtype):
+    shape = {"H": 128, "G": units, "R": rank, "V": 20_011}
     block = packed(planted_block(shape, batch, 7, "cuda", restarts=restarts, dtype=dtype))
     assert_same_without_screen(block)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scale", [1.0, 0.2, 1e-4])
+@pytest.mark.parametrize("drafts", [DRAFTS, 10, 9, 3])
+@pytest.mark.parametrize("restarts", [0, 1, ALL])
+@pytest.mark.parametrize("units, rank, vocab", [(256, 96, 20_011), (1024, 256, 151_937)])
+def test_one_row_is_certified_beside_its_chain(units, rank, vocab, restarts, drafts):
+    shape = {"H": 128, "G": units, "R": rank, "V": vocab}
+    block = packed(planted_block(shape, 1, 7, "cuda", restarts=restarts))
+    plan = ChainPlan(block.weights, 1, num_drafts=drafts, pool_size=POOL)
+    active = torch.zeros(1, dtype=torch.int32, device="cuda")
+    options = dict(num_drafts=drafts, plan=plan, pool_size=POOL, num_active=active)
+    for rows in (0, 1, 1):
+        active.fill_(rows)
+        result = draft_chain(*block[:4], **options)
+    assert plan.workspace[32:36].view(torch.int32) % 32 == 1  # ChainControl.begun: it was told
+    assert torch.equal(result, block.planted[:, :drafts])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 0.2, 1e-4, 1e-23])
 @pytest.mark.parametrize("batch", [1, 8, 40])
 def test_the_screen_changes_no_bit_where_winners_lead_by_little(batch, scale):
     """Random logits: with the scale goes what the correction decides, down to ties."""
-    shape = {"H": 128, "G": 64, "R": 64, "V": 20_011}
+    shape = {"H": 128, "G": 256, "R": 64, "V": 20_011}
     block = planted_block(shape, batch, 8, "cuda")
     draw = torch.Generator("cuda").manual_seed(batch)
     block.base.normal_(generator=draw).mul_(2)
     if scale < 1e-3:
         block.base.round_()
+    if scale < 1e-20:  # the correction decides all the same
+        block.base.zero_()
     block.weights.w2.normal_(generator=draw).mul_(scale)
     assert_same_without_screen(packed(block))
 
@@ -142,7 +164,7 @@ def test_the_screen_changes_no_bit_where_winners_lead_by_little(batch, scale):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 9, 40])
 def test_the_screen_changes_no_bit_where_weights_and_inputs_are_odd(batch):
-    shape = {"H": 128, "G": 64, "R": 32, "V": 9_001}
+    shape = {"H": 128, "G": 256, "R": 32, "V": 9_001}
     block = planted_block(shape, batch, 9, "cuda", restarts=1)
     w2, nan, inf = block.weights.w2, float("nan"), float("inf")
     w2[128:400] = 0

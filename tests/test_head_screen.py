@@ -1,4 +1,4 @@
-"""HeadWeights.with_screen(): W2 in int8 and the bound that exact draft_chain screens ids with."""
+"""HeadWeights.with_screen(): W2 in int8 and 4 bits, and the bounds on what that loses."""
 
 from dataclasses import replace
 
@@ -7,17 +7,25 @@ import torch
 
 from domino_kernels import HeadWeights
 
-IDS = 128  # of a tile
+IDS = {8: 128, 4: 16}  # bits -> ids of a tile
 
 
 def markov(w2):
     return HeadWeights(None, None, None, w2, torch.zeros_like(w2), low_rank="row")
 
 
-def unpack(weights):
+def unpack(weights, bits=8):
     """int8 [V, R] and float64 [tiles, 3]: 1 / scale, residue, norm."""
     vocab, rank = weights.w2.shape
-    rows, tiles = weights.screen[: vocab * rank], weights.screen[vocab * rank :]
+    pitch = -(-rank // 64) * 32
+    rows, tiles, nibbles, nibble_tiles = weights.screen.split(
+        (vocab * rank, -(-vocab // 128) * 16, vocab * pitch, -(-vocab // 16) * 16)
+    )
+    if bits == 4:
+        pairs = nibbles.view(vocab, -1, 1, 32)
+        low, high = (pairs & 15) - 8, pairs >> 4  # of 64 values the first 32 and the others
+        n = torch.cat((low, high), 2).view(vocab, -1)[:, :rank]
+        rows, tiles = (n.int() * 16 + 8).to(torch.int8), nibble_tiles
     return rows.view(vocab, rank), tiles.view(torch.float32).view(-1, 4)[:, :3].double()
 
 
@@ -51,12 +59,14 @@ def rows_of(kind, count, rank, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "half steps", "a spike", "wide", "zeros", "tiny"])
-def test_the_bound_holds(kind, dtype):
-    vocab, rank = 300, 96
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rank", [96, 48])
+def test_the_bound_holds(rank, bits, kind, dtype):
+    vocab = 300
     w2 = rows_of(kind, vocab, rank, dtype)
-    q, tiles = unpack(markov(w2).with_screen())
+    q, tiles = unpack(markov(w2).with_screen(), bits)
     assert q.abs().max() <= 127
-    tile = torch.arange(vocab) // IDS
+    tile = torch.arange(vocab) // IDS[bits]
     inverse, residue, norm = tiles[tile].unbind(1)
     w = w2.double()
     lost = w - q / inverse[:, None]
@@ -73,32 +83,43 @@ def test_the_bound_holds(kind, dtype):
 
 
 def test_the_bound_is_of_use():
-    """A tenth of the deviation of W2 u at most for what W2 loses; along that it is all needed."""
+    """A fifth of the deviation of W2 u at most for what W2 loses; along that it is all needed."""
     w2 = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, tiles = unpack(markov(w2).with_screen())
-    inverse, residue, norm = tiles.repeat_interleave(IDS, 0).unbind(1)
+    inverse, residue, norm = tiles.repeat_interleave(IDS[8], 0).unbind(1)
     lost = (w2.double() - q / inverse[:, None]).norm(dim=1)
     assert (residue < 0.2 * 256**0.5 / 16).all()
     assert (lost <= residue).all() and (norm >= (q / inverse[:, None]).norm(dim=1)).all()
-    assert (lost.view(-1, IDS).amax(1) > 0.95 * tiles[:, 1]).all()
+    assert (lost.view(-1, IDS[8]).amax(1) > 0.95 * tiles[:, 1]).all()
+
+
+def test_the_bound_of_4_bits_is_of_use():
+    w2 = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q, tiles = unpack(markov(w2).with_screen(), 4)
+    inverse, residue, _ = tiles.repeat_interleave(IDS[4], 0).unbind(1)
+    lost = (w2.double() - q / inverse[:, None]).norm(dim=1)
+    assert (residue < 2.7 * 256**0.5 / 16).all() and (lost <= residue).all()
+    assert (lost.view(-1, IDS[4]).amax(1) > 0.95 * tiles[:, 1]).all()
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_odd_weights_let_all_ids_of_their_tile_pass(odd):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_odd_weights_let_all_ids_of_their_tile_pass(bits, odd):
     w2 = torch.randn(300, 32).bfloat16()
-    plain = unpack(markov(w2).with_screen())
+    plain = unpack(markov(w2).with_screen(), bits)
     w2[130, 5] = odd
-    q, tiles = unpack(markov(w2).with_screen())
-    assert torch.isinf(tiles[1, 1:]).all() and (q[IDS : 2 * IDS] == 0).all()
-    for some in (slice(0, IDS), slice(2 * IDS, None)):
-        assert torch.equal(q[some], plain[0][some])
-    assert torch.equal(tiles[::2], plain[1][::2])
+    q, tiles = unpack(markov(w2).with_screen(), bits)
+    at = 130 // IDS[bits]
+    some = slice(at * IDS[bits], (at + 1) * IDS[bits])
+    assert torch.isinf(tiles[at, 1:]).all() and (q[some] == (0 if bits == 8 else 8)).all()
+    tiles[at], q[some] = plain[1][at], plain[0][some]
+    assert torch.equal(q, plain[0]) and torch.equal(tiles, plain[1])
 
 
 def test_screen_is_checked_and_named():
     weights = markov(torch.randn(300, 32).bfloat16()).with_screen()
-    assert weights.screen.shape == (300 * 32 + 3 * 16,)
-    assert "MiB int8 W2" in repr(weights) and "int8" not in repr(replace(weights, screen=None))
+    assert weights.screen.shape == (300 * 32 + 3 * 16 + 300 * 32 + 19 * 16,)
+    assert "int8 and 4 bits" in repr(weights) and "int8" not in repr(replace(weights, screen=None))
     with pytest.raises(ValueError, match="screen: got shape"):
         replace(weights, screen=weights.screen[16:])
     with pytest.raises(TypeError, match=r"screen: got torch\.uint8"):

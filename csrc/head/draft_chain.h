@@ -106,7 +106,8 @@ struct DraftChainWorkspace {
 //
 // The launches of one draft, all on one stream, each reading only what those before it wrote:
 //   draft_chain_pool     clears control->aborted, begun and tickets; pool, from_hidden, keys of
-//                        drafts < prefix (the whole vocabulary's argmax), tile_max (exact)
+//                        drafts < prefix (the whole vocabulary's argmax), tile_max (exact; beside
+//                        draft_chain_certify_early that does it)
 //   draft_chain_block    the chain on the pools: keys, tokens, scores of the drafts >= prefix,
 //                        tokens and scores of the others from keys, low_rank and states (exact),
 //                        first[0, b] = prefix (row_done() where row b is not active), first[1, b]
@@ -142,7 +143,8 @@ struct ChainControl {
   uint32_t arrived;     // at the barriers of the running draft_chain_finish launch, all together
   uint32_t searched;    // blocks of the running draft_chain_pool launch that have found winners
   uint32_t tickets[2];  // tiles of W2 that chain_certify_few hands out, by round
-  uint32_t begun;       // chain_team has what it loads at first: others may have the memory
+  uint32_t begun;       // the chain has what it loads at first: others may have the memory. Its
+                        // epoch where it sends words (chain_words.cuh)
   uint32_t unused[23];
 };
 constexpr uint32_t kEpochStride = 32;
@@ -251,7 +253,14 @@ bool draft_chain_markov_fits(const DraftChainParams& p, int major, int shared_me
 int draft_chain_markov_cuda(const ChainBlockParams& p, bool restart, void* stream);
 // The same where it suits the team form (draft_chain_team.cuh); otherwise not *done, and nothing.
 int draft_chain_team_cuda(const ChainBlockParams& p, bool restart, bool* done, void* stream);
+// Blocks of that form, 0 where it is not the one: the certificate runs beside them.
+int draft_chain_team_blocks(const ChainBlockParams& p, int* blocks);
 int draft_chain_certify_cuda(const ChainBlockParams& p, int round, void* stream);
+// Its round 0 for one batch row with a screen, beside the team form
+// (draft_chain_certify_early.cuh): its blocks, 0 where it does not suit, and the launch; otherwise
+// not *done, and nothing.
+int draft_chain_early_blocks(const ChainBlockParams& p, int* blocks);
+int draft_chain_certify_early_cuda(const ChainBlockParams& p, bool* done, void* stream);
 // Exact drafts of the rows of round 2, a pass over W2 each.
 int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);
 // The whole draft by single blocks: always, or where control->aborted.

@@ -9,8 +9,6 @@ namespace {
 
 constexpr int64_t kMemory = 226 << 10;  // bytes of shared memory of a processor that blocks may use
 
-constexpr int64_t kScreenMemory = 227 << 10;  // likewise, for a block of a processor of its own
-
 template <class... Args>
 int launch(void (*kernel)(ChainBlockParams, Args...), const ChainBlockParams& p, LaunchShape shape,
            cudaStream_t stream, const Args&... args) {
@@ -135,6 +133,11 @@ int launch(const ChainBlockParams& p, int round, cudaStream_t stream) {
   if (overlap && device.major == 9) {
     const bool few = p.batch == 1 && p.corrected() <= kFewColumns;
     const bool screen = p.screen != nullptr && is_aligned(p.screen, 16);
+    if (few && round == 0) {
+      bool done = false;
+      const int status = draft_chain_certify_early_cuda(p, &done, stream);
+      if (done || status != kOk) return status;
+    }
     if (screen && few)
       return p.rank <= kPieceWidth ? launch_few<T, 1, true>(p, round, device.processors, stream)
                                    : launch_few<T, 2, true>(p, round, device.processors, stream);

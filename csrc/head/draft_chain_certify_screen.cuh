@@ -30,10 +30,11 @@ constexpr int kScreenGroup = 4 * kWarpSize, kScreenGroups = 2;  // warps that mu
 constexpr int kScreenWarps = kScreenGroups * 4;
 constexpr int kScreenThreads = (kScreenGroups + 1) * kScreenGroup;  // 168 registers each, then:
 constexpr int kScreenFeedRegisters = 56, kScreenRegisters = 224;
-constexpr int kScreenStages = 6;            // at most
-constexpr int kMostScreenTiles = 4;         // of columns in a block
-constexpr int kPieceWidth = 128;            // int8 of a row in a piece
-constexpr int kEights = kWgmmaColumns / 8;  // of columns in a tile: bits of a mark
+constexpr int64_t kScreenMemory = 227 << 10;  // bytes, of a block of a processor of its own
+constexpr int kScreenStages = 6;              // at most
+constexpr int kMostScreenTiles = 4;           // of columns in a block
+constexpr int kPieceWidth = 128;              // int8 of a row in a piece
+constexpr int kEights = kWgmmaColumns / 8;    // of columns in a tile: bits of a mark
 
 struct ScreenColumn {
   float inverse;        // 1 / s_u
@@ -70,18 +71,19 @@ __device__ __forceinline__ float fast_sqrt(float x) {
   return y;
 }
 
-// A column of u on its way to int8, a quad of lanes each: lane t has k = 32i + 8t .. 8t + 7.
-template <class T>
+// A column of u on its way to int8, kLanes lanes each: lane t has k = 8 (kLanes i + t) ..
+template <class T, int kLanes = 4>
 struct Quantiser {
-  static constexpr int kChunks = 8;
+  static constexpr int kChunks = 32 / kLanes;
   uint4 own[kChunks];
+
+  static __device__ __forceinline__ int k(int chunk) {
+    return (kLanes * chunk + lane_id() % kLanes) * 8;
+  }
 
   __device__ __forceinline__ void load(const T* u, int rank) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int k = 32 * i + lane_id() % 4 * 8;
-      own[i] = load_where(k < rank, u + k);
-    }
+    for (int i = 0; i < kChunks; ++i) own[i] = load_where(k(i) < rank, u + k(i));
   }
 
   // store(k, 8 int8). One scale for all. The residue is taken as half a unit a value.
@@ -92,8 +94,9 @@ struct Quantiser {
     for (const uint4& x : own)
       for (const uint32_t word : {x.x, x.y, x.z, x.w}) most = __vmaxu2(most, word & 0x7fff7fffu);
     most = max(most & 0xffffu, most >> 16);
-    most = max(most, __shfl_xor_sync(kFullMask, most, 1));
-    most = max(most, __shfl_xor_sync(kFullMask, most, 2));
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2)
+      most = max(most, __shfl_xor_sync(kFullMask, most, other));
     T value;
     value.bits = static_cast<uint16_t>(most);
     const float largest = to_float(value);
@@ -116,10 +119,11 @@ struct Quantiser {
       const uint2 eight{four(0), four(4)};
       squares = __dp4a(static_cast<int>(eight.x), static_cast<int>(eight.x), squares);
       squares = __dp4a(static_cast<int>(eight.y), static_cast<int>(eight.y), squares);
-      store(32 * i + lane_id() % 4 * 8, eight);
+      store(k(i), eight);
     }
-    squares += __shfl_xor_sync(kFullMask, squares, 1);
-    squares += __shfl_xor_sync(kFullMask, squares, 2);
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2)
+      squares += __shfl_xor_sync(kFullMask, squares, other);
     if (!fits) {
       const float bound = largest < kScreenSmallest ? 16.0f * kScreenSmallest : INFINITY;
       return {127.0f / kScreenSmallest, bound, bound};
@@ -150,8 +154,8 @@ __device__ __forceinline__ int screen_limit(float winner, float most_base, const
 
 // Scores 16 rows of W2 with `count` columns, the i-th at(i), and what of them beats a winner takes
 // its place. kOne: 8 at most, so that all loads are on their way together: with one winner outside
-// at batch 1 a loop took 6 us more.
-template <class T, bool kOne, class Pending, class At>
+// at batch 1 a loop took 6 us more. kMaxima: there is p.tile_max.
+template <class T, bool kOne, bool kMaxima = true, class Pending, class At>
 __device__ __noinline__ void certify_marked(const ChainBlockParams& p, int round,
                                             const Pending& pending, int row, At at, int count) {
   const ScoreSteps steps(p.rank);
@@ -182,7 +186,8 @@ __device__ __noinline__ void certify_marked(const ChainBlockParams& p, int round
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       of[i] = certify_column(p, round, pending, column(2 * t + i));
-      most[i] = p.tile_max[row / kPoolTile * (p.batch * corrected) + of[i].index];
+      most[i] =
+          kMaxima ? p.tile_max[row / kPoolTile * (p.batch * corrected) + of[i].index] : INFINITY;
     }
     float chain[kScoreChains][4] = {};
 #pragma unroll

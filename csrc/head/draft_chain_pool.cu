@@ -34,7 +34,9 @@ int launch(const ChainBlockParams& p, cudaStream_t stream) {
   shape.parts = parts();
   shape.pass_blocks = rows * shape.parts;
   shape.pass_tiles = p.exact && kEight << shape.columns_log >= kPoolTile && period % kPoolTile == 0;
-  if (p.exact && !shape.pass_tiles)
+  int early = 0;
+  if (const int status = draft_chain_early_blocks(p, &early); status != kOk) return status;
+  if (p.exact && !shape.pass_tiles && early == 0)
     shape.tile_blocks =
         ceil_div(p.batch * ceil_div<int64_t>(p.vocab, kEight * kWarpSize), int64_t{kPoolWarps});
 

@@ -57,12 +57,44 @@ int state_clusters(const ChainBlockParams& p, int blocks) {
   return ceil_div(static_cast<int>(p.units), blocks * kStateUnits);
 }
 
+int w2_pitch(const ChainBlockParams& p) { return static_cast<int>(p.rank) * 2 + 16; }
+
 // Bytes of shared memory where a block has `part` ids, their rows of W2 and, in the plain case,
 // base logits of two drafts and W1h H of all.
-int role_bytes(const TeamArgs& p, int part, bool plain) {
+int role_bytes(const ChainBlockParams& p, int part, bool plain) {
   const int fixed = TeamMemory{p.pools > 1 ? 2 * part : part}.w2();
   const int of_drafts = plain ? (2 * part + static_cast<int>(p.drafts) * kWarpSize) * 4 : 0;
-  return fixed + part * p.pitch + of_drafts;
+  return fixed + part * w2_pitch(p) + of_drafts;
+}
+
+bool is_plain(const ChainBlockParams& p) {
+  return p.rank == 256 && p.units == 1024 && p.temperature == nullptr && p.pools == 1 && !p.bias &&
+         !p.mask && p.vocab_valid == p.vocab && p.base_dtype == p.dtype;
+}
+
+// Ids of a block.
+int part_of(const ChainBlockParams& p, int blocks) {
+  return std::max(16, 1 << log2_up(ceil_div<int64_t>(p.pool_size, blocks)));
+}
+
+// Blocks of a row's cluster; 0: the team form does not suit. memory: of a block.
+int choose_team(const ChainBlockParams& p, const DeviceInfo& device, int memory, int* size) {
+  *size = 0;
+  if (device.major < 9 || p.portable || p.table == nullptr) return kOk;
+  int clusters = 0;
+  if (const int status = count_clusters<kTeam>(memory, &clusters); status != kOk) return status;
+  const int64_t ids = ceil_div<int64_t>(p.pool_size, kTeam);
+  // every block of a team has units: what the others send it waits for its own
+  const int units = static_cast<int>(p.units);
+  const bool shared = (kTeam - 1) * round_up(ceil_div(units, kTeam), 32) < units;
+  const int most_rows = std::min(clusters - state_clusters(p, kTeam), kTeamRows);
+  if (p.batch > most_rows || ids > 4096 || !shared) return kOk;
+  *size = kTeam;
+  const int part = part_of(p, kWideTeam);
+  if (!is_plain(p) || part / 16 > kTeamWarps || role_bytes(p, part, true) > memory) return kOk;
+  if (const int status = count_clusters<kWideTeam>(memory, &clusters); status != kOk) return status;
+  if (p.batch + state_clusters(p, kWideTeam) <= clusters) *size = kWideTeam;
+  return kOk;
 }
 
 template <class T, int kSteps, int kRank, int kBlocks>
@@ -87,54 +119,44 @@ int launch(TeamArgs& p, int part, int most_bytes, cudaStream_t stream) {
 }
 
 template <class T>
-int launch(TeamArgs& p, int most_bytes, cudaStream_t stream) {
-  const auto part_of = [&](int blocks) {  // ids of a block
-    return std::max(16, 1 << log2_up(ceil_div<int64_t>(p.pool_size, blocks)));
-  };
-  const bool plain = p.rank == 256 && p.units == 1024 && p.temperature == nullptr && p.pools == 1 &&
-                     !p.bias && !p.mask && p.vocab_valid == p.vocab && p.base_dtype == p.dtype;
-  p.pitch = static_cast<int>(p.rank) * 2 + 16;
-  int part = part_of(kWideTeam);
-  if (plain && part / 16 <= kTeamWarps && role_bytes(p, part, true) <= most_bytes) {
-    int clusters = 0;
-    if (const int status = count_clusters<kWideTeam>(most_bytes, &clusters); status != kOk)
-      return status;
-    p.tiles_log = 0;
-    if (p.teams + state_clusters(p, kWideTeam) <= clusters)
-      return launch<T, 4, 256, kWideTeam>(p, part, most_bytes, stream);
-  }
-  part = part_of(kTeam);
+int launch(TeamArgs& p, int size, int most_bytes, cudaStream_t stream) {
+  p.pitch = w2_pitch(p);
+  const int part = part_of(p, size);
+  p.tiles_log = 0;
+  if (size == kWideTeam) return launch<T, 4, 256, kWideTeam>(p, part, most_bytes, stream);
   p.tiles_log = std::max(log2_up(ceil_div(part / 16, kTeamWarps)), part > 16 ? 1 : 0);
   if (p.units <= 256) return launch<T, 1, 0, kTeam>(p, part, most_bytes, stream);
-  return plain && p.tiles_log == 1 && role_bytes(p, part, true) <= most_bytes
+  return is_plain(p) && p.tiles_log == 1 && role_bytes(p, part, true) <= most_bytes
              ? launch<T, 4, 256, kTeam>(p, part, most_bytes, stream)
              : launch<T, 4, 0, kTeam>(p, part, most_bytes, stream);
 }
 
 }  // namespace
 
-int draft_chain_team_cuda(const ChainBlockParams& params, bool restart, bool* done, void* stream) {
-  *done = false;
+int draft_chain_team_blocks(const ChainBlockParams& p, int* blocks) {
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
-  if (device.major < 9 || params.portable || params.table == nullptr) return kOk;
+  int size = 0;
+  const int status = choose_team(p, device, device.shared_memory - kStaticMemory, &size);
+  *blocks = size == 0 ? 0 : (static_cast<int>(p.batch) + state_clusters(p, size)) * size;
+  return status;
+}
+
+int draft_chain_team_cuda(const ChainBlockParams& params, bool restart, bool* done, void* stream) {
+  DeviceInfo device;
+  if (const int status = current_device(&device); status != kOk) return status;
   const int memory = device.shared_memory - kStaticMemory;
-  int clusters = 0;
-  if (const int status = count_clusters<kTeam>(memory, &clusters); status != kOk) return status;
-  const int64_t ids = ceil_div<int64_t>(params.pool_size, kTeam);
-  // every block of a team has units: what the others send it waits for its own
-  const int units = static_cast<int>(params.units);
-  const bool shared = (kTeam - 1) * round_up(ceil_div(units, kTeam), 32) < units;
-  const int most_rows = std::min(clusters - state_clusters(params, kTeam), kTeamRows);
-  if (params.batch > most_rows || ids > 4096 || !shared) return kOk;
-  *done = true;
+  int size = 0;
+  if (const int status = choose_team(params, device, memory, &size); status != kOk) return status;
+  *done = size != 0;
+  if (!*done) return kOk;
 
   TeamArgs p{};
   static_cast<ChainBlockParams&>(p) = params;
   p.restart = restart;
   p.teams = static_cast<int>(p.batch);
-  return p.dtype == DType::kBF16 ? launch<bf16>(p, memory, as_stream(stream))
-                                 : launch<f16>(p, memory, as_stream(stream));
+  return p.dtype == DType::kBF16 ? launch<bf16>(p, size, memory, as_stream(stream))
+                                 : launch<f16>(p, size, memory, as_stream(stream));
 }
 
 }  // namespace domino

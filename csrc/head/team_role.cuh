@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/cluster.cuh"
+#include "head/chain_words.cuh"
 #include "head/draft_draw.h"
 #include "head/team_layout.cuh"
 
@@ -231,12 +232,15 @@ struct TeamRole {
       }
       return warp_best(best);
     };
+    const bool tells = p.exact && p.teams == 1;  // the certificate
     const auto report = [&](int j, unsigned long long key) {
       if (member != 0 || j < start || lane != 0) return;
       const int64_t at = b * drafts + j;
       p.tokens[at] = min(static_cast<int64_t>(key_id(key)), p.vocab - 1);
       p.scores[at] = key_value(key);
-      if (j >= scored_from) p.keys[at] = key;
+      if (j < scored_from) return;
+      p.keys[at] = key;
+      if (tells) ChainWords(exchange).send_key(j, key, epoch);
     };
 
     bool arms = true;
@@ -298,7 +302,7 @@ struct TeamRole {
                 to_float(static_cast<const T*>(p.states)[(b * drafts + j - 1) * units + unit + i]);
         }
         publish(exchange, j, next_state(x, of_state), scored);
-        if (blockIdx.x == 0 && j == first_scored + 1 && lane == 0) p.control->begun = 1;
+        if (blockIdx.x == 0 && j == first_scored + 1 && lane == 0) p.control->begun = epoch;
         if (j > 0) {
           report(j - 1, best);
           if (lane == 0) *likely = 0.8f * key_value(best);
@@ -358,8 +362,11 @@ struct TeamRole {
             send_shared(peer + Memory::low_rank + (to + 4 * q) * 2,
                         static_cast<uint64_t>(high) << 32 | low, peer + Memory::low_rank_barrier);
         }
-        if (p.exact && lane % 2 == 0 && element < rank)
+        if (p.exact && lane % 2 == 0 && element < rank) {
           *reinterpret_cast<uint32_t*>(static_cast<T*>(p.low_rank) + low_at(j)) = bits;
+          if (tells)
+            ChainWords(exchange).send_low_rank(j - prefix, rank, element / 2, bits, epoch + j);
+        }
       }
 
       // Here, where most warps wait and none of them for a load: those of the row of the table

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
 from domino_kernels.ops import checks
 from domino_kernels.torch_library import DTYPES
@@ -25,6 +26,10 @@ _UNITS = 16  # units whose three gates stand together in the table: those of a b
 # between which rows are quantised
 _SCREEN_IDS, _SCREEN_BYTES = 128, 16
 _SCREEN_SMALLEST, _SCREEN_LARGEST = 1e-12, 1e17
+_NIBBLE_IDS = (
+    16  # of a tile of those in 4 bits, which reach to one of these of its largest magnitude
+)
+_NIBBLE_CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 LOW_RANK = {"silu": 0, "linear": 1, "gate": 2, "row": 3}  # LowRank of csrc/head/low_rank.h
 
@@ -46,9 +51,10 @@ class HeadWeights:
     `with_table()` adds the GRU's input product of every id, E W_ih^T: draft_chain then reads a row
     of it a step instead of W_ih. It takes V * 3G elements: 890 MiB for Qwen3-8B, 72 for SmolLM2.
 
-    `with_screen()` adds W2 in int8 with a bound on what that loses. An exact draft_chain on sm_90
-    then reads W2 itself only where an id may win; the ids are the same. It takes V * R bytes and 16
-    for every 128 ids: 37.1 MiB for Qwen3-8B, 4.5 for SmolLM2.
+    `with_screen()` adds W2 in int8 and, for one batch row, in 4 bits, with bounds on what that
+    loses. An exact draft_chain on sm_90 then reads W2 itself only where an id may win; the ids are
+    the same. It takes 1.5 * V * R bytes and 144 for every 128 ids: 55.8 MiB for Qwen3-8B, 7.6 for
+    SmolLM2.
 
     Both are of the weights as they are at that time: who writes to `embedding` or `w_ih`, or to
     `w2`, in place, or puts others in their place (`replace`), has to make them again; for a
@@ -67,7 +73,8 @@ class HeadWeights:
             the head's own table of tokens.
         low_rank: "silu", "linear", "gate" or "row".
         table: [V, G / 16, 3, 16] or None: from `with_table()`.
-        screen: [V * R + 16 * ceil(V / 128)] int8 or None: from `with_screen()`.
+        screen: [V * R + 16 * ceil(V / 128) + V * ceil(R / 64) * 32 + 16 * ceil(V / 16)] int8 or
+            None: from `with_screen()`.
 
     Raises:
         TypeError, ValueError: a tensor does not fit the others.
@@ -127,7 +134,7 @@ class HeadWeights:
             checks.tensor(op, name, value, shape, dtype, device)
             checks.contiguous(op, name, value)
         if self.screen is not None:
-            size = (_screen_bytes(op, self),)
+            size = (sum(_screen_bytes(op, self)),)
             checks.tensor(op, "screen", self.screen, size, torch.int8, device)
 
     @classmethod
@@ -181,33 +188,38 @@ class HeadWeights:
         return replace(self, table=table)
 
     def with_screen(self):
-        """These weights with W2 in int8, one scale for 128 ids, and what bounds the difference.
+        """These weights with W2 in int8 and in 4 bits, and what bounds the difference.
 
-        Behind the rows stand, for each 128 ids, four float32: 1 / scale; the largest |w - scale q|
-        + 2^-12 |w| and the largest |scale q| of a row (2-norms, rounded up; the 2^-12 is for what
-        tensor cores round in W2 u); 0. Both are infinite where a weight is not below 1e17.
+        Behind the rows of either stand, for each 128 ids (16 of those in 4 bits), four float32:
+        1 / scale; the largest |w - scale q| + 2^-12 |w| and the largest |scale q| of a row
+        (2-norms, rounded up; the 2^-12 is for what tensor cores round in W2 u); 0. Both are
+        infinite where a weight is not below 1e17. In 4 bits q is 16 n + 8, n from -8 to 7; of 64
+        values byte i has n + 8 of the i-th and, in its upper half, n of the one 32 behind.
         """
-        size, own = _screen_bytes("HeadWeights", self), self.w2.numel()
-        screen = torch.zeros(size, dtype=torch.int8, device=self.device)
-        rows, tiles = screen.split((own, size - own))
-        rows, tiles = rows.view_as(self.w2), tiles.view(torch.float32).view(-1, 4)
-        for some, out, to in zip(
-            self.w2.split(_ROWS), rows.split(_ROWS), tiles.split(_ROWS // _SCREEN_IDS)
-        ):
-            w = some.new_zeros(len(to), _SCREEN_IDS, self.rank, dtype=torch.float64)
-            w.view(-1, self.rank)[: len(some)] = some
-            most = w.abs().amax((1, 2), keepdim=True)  # NaN where a weight is
-            fits = most <= _SCREEN_LARGEST
-            scaled = fits & (most >= _SCREEN_SMALLEST)
-            inverse = torch.where(scaled, 127 / most, 1.0).float().double()
-            q = (w * inverse).round_().clamp_(-127, 127)
-            q = torch.where(fits, q, 0.0)
-            out.copy_(q.view(-1, self.rank)[: len(some)])
-            q /= inverse
-            residue = (w - q).norm(dim=2) + w.norm(dim=2) * 2**-12
-            bounds = torch.stack((residue.amax(1), q.norm(dim=2).amax(1)), 1) * (1 + 2**-20)
-            to[:, :1] = inverse[:, 0]
-            to[:, 1:3] = torch.where(fits[:, 0], bounds, torch.inf)
+        sizes = _screen_bytes("HeadWeights", self)
+        screen = torch.zeros(sum(sizes), dtype=torch.int8, device=self.device)
+        rows, tiles, nibbles, nibble_tiles = screen.split(sizes)
+        rows, nibbles = rows.view_as(self.w2), nibbles.view(self.vocab_size, -1)
+        tiles, nibble_tiles = (t.view(torch.float32).view(-1, 4) for t in (tiles, nibble_tiles))
+        for first in range(0, self.vocab_size, _ROWS):
+            some = slice(first, first + _ROWS)
+            w2 = self.w2[some]
+            q, tiles[some.start // _SCREEN_IDS :][: -(-len(w2) // _SCREEN_IDS), :3] = _quantise(
+                w2, _SCREEN_IDS, 127, (1.0,), lambda w: w.round().clamp_(-127, 127)
+            )
+            rows[some] = q
+            q, nibble_tiles[some.start // _NIBBLE_IDS :][: -(-len(w2) // _NIBBLE_IDS), :3] = (
+                _quantise(
+                    w2,
+                    _NIBBLE_IDS,
+                    128,
+                    _NIBBLE_CLIPS,
+                    lambda w: (w / 16).floor().clamp_(-8, 7) * 16 + 8,
+                )
+            )
+            n = functional.pad((q.int() - 8) // 16, (0, -self.rank % 64)).to(torch.int8)
+            low, high = n.view(len(w2), -1, 2, 32).unbind(2)
+            nibbles[some] = (low + 8 | high << 4).flatten(1)
         return replace(self, screen=screen)
 
     @property
@@ -255,7 +267,9 @@ class HeadWeights:
         mib = lambda *some: sum(t.nbytes for t in some if t is not None) / 2**20  # noqa: E731
         own = mib(self.w_ih, self.w_hh, self.w1, self.w2)
         table = "" if self.table is None else f" + {mib(self.table):.1f} MiB input table"
-        screen = "" if self.screen is None else f" + {mib(self.screen):.1f} MiB int8 W2"
+        screen = (
+            "" if self.screen is None else f" + {mib(self.screen):.1f} MiB W2 in int8 and 4 bits"
+        )
         shared = mib(self.embedding) if self.recurrent else 0.0
         return (
             f"HeadWeights({self.low_rank}, V={self.vocab_size}, H={self.hidden_size}, "
@@ -272,10 +286,39 @@ def _table_groups(op, units):
 
 
 def _screen_bytes(op, weights):
+    """Of the rows in int8 and their tiles, then of those in 4 bits and theirs."""
     vocab, rank = weights.w2.shape
     if rank % 16 or rank > 256 or weights.dtype == torch.float32:
         raise ValueError(
             f"{op}: screen: got R={rank}, {weights.dtype}, expected a multiple of 16 up to 256 and "
             f"torch.float16 or torch.bfloat16"
         )
-    return vocab * rank + -(-vocab // _SCREEN_IDS) * _SCREEN_BYTES
+    tiles, nibble_tiles = (-(-vocab // ids) * _SCREEN_BYTES for ids in (_SCREEN_IDS, _NIBBLE_IDS))
+    return vocab * rank, tiles, vocab * -(-rank // 64) * 32, nibble_tiles
+
+
+def _quantise(rows, ids, most, clips, to_int):
+    """q [rows, R], float64, and [tiles, 3]: 1 / scale, residue and norm of each tile of `ids`.
+
+    The largest magnitude of a tile, or the part of it in `clips` that leaves the least residue, is
+    `most` of q; to_int takes values in units of q.
+    """
+    w = rows.new_zeros(-(-len(rows) // ids), ids, rows.size(1), dtype=torch.float64)
+    w.view(-1, rows.size(1))[: len(rows)] = rows
+    real = (torch.arange(w.size(0) * ids, device=rows.device) < len(rows)).view(-1, ids, 1)
+    largest = w.abs().amax((1, 2), keepdim=True)  # NaN where a weight is
+    fits = largest <= _SCREEN_LARGEST
+    best = w.new_full((len(w), 3), torch.inf)
+    result = torch.zeros_like(w)
+    for clip in clips:
+        inverse = most / (clip * largest.clamp_min(_SCREEN_SMALLEST))
+        inverse = torch.where(fits, inverse, 1.0).float().double()
+        q = torch.where(fits, to_int(w * inverse), to_int(torch.zeros_like(w)))
+        scaled = torch.where(real, q / inverse, 0.0)
+        residue = (w - scaled).norm(dim=2) + w.norm(dim=2) * 2**-12
+        bounds = torch.stack((residue.amax(1), scaled.norm(dim=2).amax(1)), 1) * (1 + 2**-20)
+        bounds = torch.where(fits[:, 0], bounds, torch.inf)
+        better = (bounds[:, 0] < best[:, 1]) | ~fits[:, 0, 0]
+        best = torch.where(better[:, None], torch.cat((inverse[:, 0], bounds), 1), best)
+        result = torch.where(better[:, None, None], q, result)
+    return result.view(-1, rows.size(1))[: len(rows)], best.float()
