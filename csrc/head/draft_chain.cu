@@ -108,7 +108,7 @@ int launch_block_form(const DraftChainParams& params, void* stream) {
              [&] { return certify(0); }, [&] { return p.exact ? chain(true) : kOk; },
              [&] { return certify(1); },
              [&] { return p.exact ? draft_chain_finish_cuda(p, stream) : kOk; },
-             [&] { return gru ? draft_chain_rescue_cuda(p, false, stream) : kOk; },
+             [&] { return gru && !p.exact ? draft_chain_rescue_cuda(p, false, stream) : kOk; },
              [&] { return p.temperature ? draft_chain_law_cuda(p, stream) : kOk; });
 }
 

@@ -122,9 +122,10 @@ struct DraftChainWorkspace {
 //                        first[2, b] = f, first[1, b] = row_done()
 //   draft_chain_certify  round 1: drafts first[1, b].. of those rows; first[2, b]
 //   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a
-//                        draft; restarts[b] as if no row had left out round 1
-//   draft_chain_rescue   where control->aborted is set: the whole draft of all rows, a block each
-//                        (not behind draft_chain_markov, which is the chain of heads without a GRU)
+//                        draft; restarts[b] as if no row had left out round 1. Where
+//                        control->aborted is set: the whole draft of all rows, a block each
+//   draft_chain_rescue   not exact: the same where control->aborted is set (not behind
+//                        draft_chain_markov, which is the chain of heads without a GRU)
 //   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits
 // Each leaves at once where it has nothing to do. Those that mostly do so let the next one start
 // before the one in front has ended: each still waits for the one in front, and so for all.

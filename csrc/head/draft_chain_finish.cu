@@ -19,7 +19,7 @@ int launch(const ChainBlockParams& p, const DeviceInfo& device, cudaStream_t str
   while (warps > 0 && bytes(warps) > memory) --warps;
   if (warps < 1) return kBadArgument;
   LaunchShape shape{dim3(device.processors), kFinishThreads};
-  shape.shared = bytes(warps) + 2 * p.batch * sizeof(int);
+  shape.shared = std::max<int64_t>(bytes(warps) + 2 * p.batch * sizeof(int), sizeof(RescueMemory));
   shape.overlap = device.major >= 9 && !p.portable;
   shape.cooperative = true;
   if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk) return status;

@@ -1,6 +1,7 @@
 // draft_chain_finish: the exact chain for rows that two certificates have not settled, with the
-// sums and bits of chain_block and a pass over the whole of W2 for every draft. It leaves at once
-// where no row is pending.
+// sums and bits of chain_block and a pass over the whole of W2 for every draft; and all rows where
+// the launches in front have given up (draft_chain_rescue.cuh). It leaves at once where no row is
+// pending.
 //
 // A cooperative launch over the chip; a draft is three phases with a barrier behind each:
 //   state    S_j, 16 units a block
@@ -12,12 +13,14 @@
 #include "head/chain_math.cuh"
 #include "head/chain_pool.h"
 #include "head/draft_chain_certify.cuh"
+#include "head/draft_chain_rescue.cuh"
 #include "head/vocab_sweep.cuh"
 
 namespace domino {
 
-constexpr int kFinishThreads = kStateParts * kWarpSize;
+constexpr int kFinishThreads = kRescueThreads;
 constexpr uint32_t kFinishPatience = 1 << 22;  // cycles at a barrier, about 2 ms
+constexpr uint32_t kFinishAborts = 2;          // control->aborted by this launch: others set 1
 constexpr int kStateTiles = 2;                 // eights of rows whose products are made together
 
 // Bytes of a block's parts of sums, f32 [warps, tiles, gates, lanes, 4]: where the base logits of
@@ -25,7 +28,7 @@ constexpr int kStateTiles = 2;                 // eights of rows whose products 
 constexpr int64_t kFinishParts = kStateParts * kStateTiles * 3 * 128 * sizeof(float);
 
 // All blocks have come here and see what the others wrote; false: one of them does not come. Not
-// kBounded: no second form stands behind this one, and it waits as cooperative launches may.
+// kBounded: no second form stands in for this one, and it waits as cooperative launches may.
 template <bool kBounded>
 __device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t count) {
   __shared__ bool leave;
@@ -43,7 +46,7 @@ __device__ __forceinline__ bool grid_barrier(ChainControl* control, uint32_t cou
                    : "l"(&control->arrived)
                    : "memory");
       if (here >= count) break;
-      if (kBounded && clock64() - since > kFinishPatience) control->aborted = 1;
+      if (kBounded && clock64() - since > kFinishPatience) control->aborted = kFinishAborts;
       gives_up = kBounded && *aborted != 0;
     }
     leave = gives_up;
@@ -143,16 +146,25 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
                              max(sweep_warps * static_cast<int64_t>(sizeof(*bases)), kFinishParts));
   int* const starts = list + p.batch;  // of the rows of the list
 
-  // which waits for this one, and mostly leaves at once as well
-  if (p.batch <= kEarlyRows) allow_next_launch();
   previous_launch_done();
+  const auto aborted = [&] {
+    return static_cast<int>(*reinterpret_cast<const volatile uint32_t*>(&p.control->aborted));
+  };
+  RescueMemory& of_rescue = *reinterpret_cast<RescueMemory*>(shared);
+  const int before = kGru ? aborted() : 0;  // on its way with what says which rows are pending
   constexpr int kRound = 2;
   const PendingRows<kFinishThreads> pending(p, kRound, list, slots);
+  if (kGru && __syncthreads_or(before == 1)) {  // in every block alike
+    for (int64_t b = blockIdx.x; b < p.batch; b += gridDim.x) {
+      rescue_row<T, kSteps>(p, of_rescue, b);
+      __syncthreads();
+    }
+    return;
+  }
   if (pending.count == 0) return;
-  // The launches in front have given up, or blocks of this one that have waited for this block: it
-  // takes no step, but is counted among those that leave.
-  bool together =
-      !__syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&p.control->aborted) != 0);
+  // Blocks of this launch have waited in vain for this one: it takes no step, but is counted among
+  // those that leave.
+  bool together = !__syncthreads_or(before != 0);
   int sweeps = 0;                      // one forward, one backward
   const auto sweep = [&]() -> Sweep {  // made anew where it is used: registers are short
     return {static_cast<const T*>(p.w2),
@@ -334,8 +346,13 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
   }
   copy_async_wait<0>();
 
-  // The last block to leave writes the ids and puts the control words back.
-  if (threadIdx.x == 0) last = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
+  // The last block to leave writes the ids and puts the control words back. Where blocks have given
+  // up it drafts the pending rows by itself: no other block writes any more.
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
+    __threadfence();
+  }
   __syncthreads();
   if (!last) return;
   for (int i = threadIdx.x; together && i < pending.count * drafts; i += kFinishThreads) {
@@ -351,6 +368,14 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
       atomicMax(p.restarts + list[n], 2);
   }
   if (threadIdx.x == 0) p.control->left = p.control->arrived = 0;
+  if constexpr (kGru) {
+    if (!__syncthreads_or(aborted() != 0)) return;
+    for (int n = 0; n < pending.count; ++n) {
+      const int64_t b = list[n];
+      rescue_row<T, kSteps>(p, of_rescue, b);
+      __syncthreads();
+    }
+  }
 }
 
 }  // namespace domino

@@ -3,8 +3,9 @@
 //
 // It does the whole draft of a row, on its pools or (exact) over the whole vocabulary, with the
 // sums and bits of chain_block, slowly: about 0.1 ms an id on pools and 0.8 ms over 152k ids. It
-// runs where chain_block's blocks cannot all be resident, and behind every chain_block, where it
-// leaves at once unless that has given up (control->aborted).
+// runs where chain_block's blocks cannot all be resident, and behind every chain_block that has
+// given up (control->aborted): in a launch of its own, which else leaves at once, or for exact
+// drafts as a part of chain_finish.
 #pragma once
 
 #include "head/chain_layout.cuh"
@@ -74,14 +75,10 @@ __device__ __forceinline__ void partial_inputs(RescueMemory& memory, const Chain
   }
 }
 
+// Row b, by a block of kRescueThreads. Not inlined: its registers are nobody else's.
 template <class T, int kSteps>
-__global__ void __launch_bounds__(kRescueThreads, 1)
-    chain_rescue(const __grid_constant__ ChainBlockArgs p) {
-  __shared__ RescueMemory memory;
-  previous_launch_done();
-  const int64_t b = blockIdx.x;
-  if (!p.always && p.control->aborted == 0) return;
-  if (threadIdx.x < kRounds) p.first_of(threadIdx.x)[b] = p.row_done();
+__device__ __noinline__ void rescue_row(const ChainBlockParams& p, RescueMemory& memory,
+                                        int64_t b) {
   if (p.num_active != nullptr && b >= *p.num_active) return;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
@@ -194,6 +191,16 @@ __global__ void __launch_bounds__(kRescueThreads, 1)
       p.scores[b * p.drafts + j] = key_value(best);
     }
   }
+}
+
+template <class T, int kSteps>
+__global__ void __launch_bounds__(kRescueThreads, 1)
+    chain_rescue(const __grid_constant__ ChainBlockArgs p) {
+  __shared__ RescueMemory memory;
+  previous_launch_done();
+  if (!p.always && p.control->aborted == 0) return;
+  if (threadIdx.x < kRounds) p.first_of(threadIdx.x)[blockIdx.x] = p.row_done();
+  rescue_row<T, kSteps>(p, memory, blockIdx.x);
 }
 
 }  // namespace domino
