@@ -26,10 +26,8 @@ _UNITS = 16  # units whose three gates stand together in the table: those of a b
 # between which rows are quantised
 _SCREEN_IDS, _SCREEN_BYTES = 128, 16
 _SCREEN_SMALLEST, _SCREEN_LARGEST = 1e-12, 1e17
-_NIBBLE_IDS = (
-    16  # of a tile of those in 4 bits, which reach to one of these of its largest magnitude
-)
-_NIBBLE_CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+# of W2 in 4 bits: ids of a tile, and to which parts of a tile's largest magnitude they may reach
+_NIBBLE_IDS, _NIBBLE_CLIPS = 16, (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 LOW_RANK = {"silu": 0, "linear": 1, "gate": 2, "row": 3}  # LowRank of csrc/head/low_rank.h
 
@@ -134,7 +132,7 @@ class HeadWeights:
             checks.tensor(op, name, value, shape, dtype, device)
             checks.contiguous(op, name, value)
         if self.screen is not None:
-            size = (sum(_screen_bytes(op, self)),)
+            size = (sum(_screen_sizes(op, self)),)
             checks.tensor(op, "screen", self.screen, size, torch.int8, device)
 
     @classmethod
@@ -196,29 +194,25 @@ class HeadWeights:
         infinite where a weight is not below 1e17. In 4 bits q is 16 n + 8, n from -8 to 7; of 64
         values byte i has n + 8 of the i-th and, in its upper half, n of the one 32 behind.
         """
-        sizes = _screen_bytes("HeadWeights", self)
+        sizes = _screen_sizes("HeadWeights", self)
         screen = torch.zeros(sum(sizes), dtype=torch.int8, device=self.device)
         rows, tiles, nibbles, nibble_tiles = screen.split(sizes)
         rows, nibbles = rows.view_as(self.w2), nibbles.view(self.vocab_size, -1)
         tiles, nibble_tiles = (t.view(torch.float32).view(-1, 4) for t in (tiles, nibble_tiles))
+        in_int8 = lambda w: w.round().clamp_(-127, 127)  # noqa: E731
+        in_4_bits = lambda w: (w / 16).floor().clamp_(-8, 7) * 16 + 8  # noqa: E731
         for first in range(0, self.vocab_size, _ROWS):
             some = slice(first, first + _ROWS)
-            w2 = self.w2[some]
-            q, tiles[some.start // _SCREEN_IDS :][: -(-len(w2) // _SCREEN_IDS), :3] = _quantise(
-                w2, _SCREEN_IDS, 127, (1.0,), lambda w: w.round().clamp_(-127, 127)
+            of_tiles = slice(first // _SCREEN_IDS, (first + _ROWS) // _SCREEN_IDS)
+            rows[some], tiles[of_tiles, :3] = _quantise(
+                self.w2[some], _SCREEN_IDS, 127, (1.0,), in_int8
             )
-            rows[some] = q
-            q, nibble_tiles[some.start // _NIBBLE_IDS :][: -(-len(w2) // _NIBBLE_IDS), :3] = (
-                _quantise(
-                    w2,
-                    _NIBBLE_IDS,
-                    128,
-                    _NIBBLE_CLIPS,
-                    lambda w: (w / 16).floor().clamp_(-8, 7) * 16 + 8,
-                )
+            of_tiles = slice(first // _NIBBLE_IDS, (first + _ROWS) // _NIBBLE_IDS)
+            q, nibble_tiles[of_tiles, :3] = _quantise(
+                self.w2[some], _NIBBLE_IDS, 128, _NIBBLE_CLIPS, in_4_bits
             )
             n = functional.pad((q.int() - 8) // 16, (0, -self.rank % 64)).to(torch.int8)
-            low, high = n.view(len(w2), -1, 2, 32).unbind(2)
+            low, high = n.view(len(n), -1, 2, 32).unbind(2)
             nibbles[some] = (low + 8 | high << 4).flatten(1)
         return replace(self, screen=screen)
 
@@ -285,8 +279,8 @@ def _table_groups(op, units):
     return units // _UNITS
 
 
-def _screen_bytes(op, weights):
-    """Of the rows in int8 and their tiles, then of those in 4 bits and theirs."""
+def _screen_sizes(op, weights):
+    """Bytes of the rows in int8 and of their tiles, then of those in 4 bits and of theirs."""
     vocab, rank = weights.w2.shape
     if rank % 16 or rank > 256 or weights.dtype == torch.float32:
         raise ValueError(
