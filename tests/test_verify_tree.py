@@ -475,7 +475,7 @@ def test_graph_replay_is_eager(rule, kind, graph_replay, generator):
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("rule", ["greedy", "target_only", "rrsw", "traversal"])
 def test_calls_in_a_row_share_a_workspace(rule, batch, graph_replay, generator):
-    """A call's launches start while the call in front runs, and write where that one reads."""
+    """A call starts as soon as the one in front has ended, and writes where that one has read."""
     shape, pool = (batch, 20, 20011), 8 * (rule in SAMPLED)
     calls = [
         to(make(*shape, generator, dtype=torch.bfloat16, rule=rule, pool=pool), "cuda")
