@@ -9,6 +9,7 @@
 #include "verify/tree_judge.cuh"
 #include "verify/tree_last_row.cuh"
 #include "verify/tree_path.cuh"
+#include "verify/tree_plain_end.cuh"
 #include "verify/tree_taken.cuh"
 
 namespace domino {
@@ -36,6 +37,12 @@ struct TreeWeights {
   }
 };
 
+// What a pair's second warp tells the first.
+struct TargetOfNode {
+  RowStats stats;
+  uint64_t outside;  // of p, outside of the pool
+};
+
 // As small as lets a block stand beside two of the first launch (launch_rows in verify_tree.cu).
 struct alignas(16) TreeFinishShared {
   SharedTree tree;
@@ -44,16 +51,16 @@ struct alignas(16) TreeFinishShared {
     int16_t path[kMaxTreeNodes];  // once the steps are known
   };
   SharedChildren children;
-  float logprob[kMaxTreeNodes];  // of each node's token, in the first block
-  union {
-    SharedPools pools;
-    SharedTaken taken;
-  };
+  float logprob[kMaxTreeNodes];  // of each node's token, in the block that emits the path
+  SharedPools pools;
+  SharedTaken taken;
   int32_t step[kMaxTreeNodes];
   SharedTraversal traversal;
-  NodeRecord judged[kWalkWarps];  // of traversal, where a warp has one node at most
+  NodeRecord judged[kWalkWarps / 2];     // of traversal, where a pair has one node at most
+  TargetOfNode targets[kWalkWarps / 2];  // of pairs
   Mailbox chunks;
   SharedRace race;
+  SharedDraw draw;
   RowStats leaf;
 
   // A leaf's row, behind the last cluster.sync(): from then on nobody reads the children's laws.
@@ -115,68 +122,92 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     if (cluster.rank == 0) emit_nothing(r);
     return;
   }
-  ask_for_pools(cluster, r);
   if (threadIdx.x == 0) {
     shared.traversal.status = 0;
     shared.chunks.open();
     shared.race.open();
+    shared.draw.open();
   }
-  float own_logit = -INFINITY;
-  shared.tree.load(r, early, blockDim.x, sync_block, [&](int n, int parent, int token) {
-    if (parent < 0 || token < 0) return;
-    const float logit = to_float(static_cast<const T*>(r.target_row(parent).data)[token]);
-    if (n < blockDim.x)
-      own_logit = logit;  // on its way until all else is done
-    else
-      shared.children.logit[n] = logit;
-  });
+  shared.tree.load(r, early, blockDim.x, sync_block, [](int, int, int) {});
   const bool dense = kGeneral && r.uses_draft() && p.draft_logits != nullptr;
   const bool pooled = r.uses_draft() && !dense;
   const bool filtered = kGeneral && r.filters().any(p.vocab);
   const bool greedy = r.rule == TreeRule::kGreedy;
   const float scale = law_scale(r.temperature);
   const int count = pooled ? static_cast<int>(p.pool) : 0;
-  const int workers = SharedPools::most_warps(count), own = cluster.rank + cluster.size * warp;
+  const int all_pairs = static_cast<int>(blockDim.x) / (2 * kWarpSize), pair = warp % all_pairs;
+  const int pairs = SharedPools::most_pairs(count), own = cluster.rank + cluster.size * pair;
   const bool traversal = r.rule == TreeRule::kTraversal;
-  const bool many = tree.inner.count > cluster.size * workers;  // more than a node a warp
-  const bool judges = !dense && warp < workers;
-  const PoolView pool = shared.pools.part(warp, count);
+  const bool many = tree.inner.count > cluster.size * pairs;  // more than a node a pair
+  const bool works = !dense && pair < pairs, judges = works && warp < all_pairs;
+  const PoolView pool = shared.pools.part(pair, count);
+  const int home = kGeneral ? 0 : cluster.size - 1;  // the block that emits the path
+  // log-probabilities are wanted of all rules
+  const bool wants_children = !greedy || p.chosen_logprob != nullptr;
   const bool wants_coins = !greedy && r.rule != TreeRule::kMatch;
 #pragma unroll 1
-  for (int n = threadIdx.x; n < r.nodes; n += blockDim.x) {
+  for (int n = blockDim.x - 1 - threadIdx.x; n < r.nodes; n += blockDim.x) {  // first warps: a node
     shared.step[n] = kNoStep;
     shared.traversal.start[n] = n == 0                ? __float_as_uint(1.0f)
                                 : tree.parent[n] >= 0 ? kPending
                                                       : 0u;
     if (wants_coins) shared.coins[n] = uniform(early.noise.words(kVerifyCoin, n, 0).word[0]);
   }
+  constexpr int kOthers = 8 * kWarpSize;  // threads from there on have the time
+  if (threadIdx.x >= kOthers) shared.taken.clear(threadIdx.x - kOthers, blockDim.x - kOthers);
   cluster.arrive_shared();
-  if (judges && own < tree.inner.count)
-    prepare_node(r, workspace, tree, tree.inner.at[own], pooled, pool, &shared.children);
-  if (threadIdx.x < r.nodes) shared.children.logit[threadIdx.x] = own_logit;
-  __syncthreads();
-  cluster.wait_shared();  // all blocks are there, and their steps
-  previous_launch_done();
-
-  if (judges) {
-    float* logprobs = cluster.map(shared.logprob, 0);
-    for (int k = own; k < tree.inner.count; k += cluster.size * workers) {
+  // the two warps of a pair
+  const auto meet = [&] {
+    __syncwarp();
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory");
+  };
+  bool waits = true;
+  const auto wait_for_others = [&] {
+    if (waits) {
+      cluster.wait_shared();  // all blocks are there, and their steps
+      if (cluster.size == 1) __syncthreads();
+      previous_launch_done();
+    }
+    waits = false;
+  };
+  if (works && !judges) {
+    float* logprobs = cluster.map(shared.logprob, home);
+#pragma unroll 1
+    for (int k = own; k < tree.inner.count; k += cluster.size * pairs) {
       const int n = tree.inner.at[k];
-      if (k != own) prepare_node(r, workspace, tree, n, pooled, pool, &shared.children);
       const int64_t row = (first + n) * workspace.row_chunks;
-      NodeRecord record =
-          fresh_record(join_chunks(
-                           workspace.row_chunks, scale, greedy, true,
-                           [&](int c) { return load_chunk(workspace.chunks + row + c); },
-                           [&](int c) { return __ldcg(workspace.first + row + c); }),
-                       1.0f);
-      if (record.stats.faults == 0) {
+      if (k != own) meet();  // the node before is judged
+      if (wants_children) fetch_target<T>(r, tree, n, pool, &shared.children);
+      wait_for_others();
+      TargetOfNode target{join_chunks(
+                              workspace.row_chunks, scale, greedy, true,
+                              [&](int c) { return load_chunk(workspace.chunks + row + c); },
+                              [&](int c) { return __ldcg(workspace.first + row + c); }),
+                          0};
+      if (target.stats.faults == 0) {
         if (kGeneral && r.rule == TreeRule::kMatch)
-          record.stats.argmax = __ldcg(workspace.drawn + first + n);
-        const NodeLaw law(record.stats, r.temperature,
+          target.stats.argmax = __ldcg(workspace.drawn + first + n);
+        const NodeLaw law(target.stats, r.temperature,
                           filtered ? workspace.filters + first + n : nullptr);
-        judge_node(r, tree, shared.coins, n, law, pool, shared.children, logprobs, cluster,
-                   &shared.traversal, &record);
+        if (wants_children)
+          target.outside = settle_target(r, tree, n, law, pool, &shared.children, logprobs);
+      }
+      if (lane == 0) shared.targets[pair] = target;
+      meet();
+    }
+  }
+  if (judges) {
+#pragma unroll 1
+    for (int k = own; k < tree.inner.count; k += cluster.size * pairs) {
+      const int n = tree.inner.at[k];
+      if (k != own) meet();
+      prepare_node(r, workspace, tree, n, pooled, pool, &shared.children);
+      wait_for_others();
+      meet();
+      NodeRecord record = fresh_record(shared.targets[pair].stats, 1.0f);
+      if (record.stats.faults == 0) {
+        judge_node(r, tree, shared.coins, n, shared.targets[pair].outside, pool, shared.children,
+                   cluster, &shared.traversal, &record);
       } else if (traversal) {
         tree.for_each_window(n, [&](int c, unsigned mask) {
           tell_children(cluster, &shared.traversal, c, mask, {0.0f, 0.0f});
@@ -190,24 +221,25 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
       }
       if (!traversal) publish_step(cluster, shared.step, n, record.step, record.status);
       if (lane == 0)
-        (traversal && !many ? shared.judged[warp] : workspace.records[first + n]) = record;
+        (traversal && !many ? shared.judged[pair] : workspace.records[first + n]) = record;
       __syncwarp();
     }
   }
+  wait_for_others();
   if (dense) judge_dense(cluster, r, workspace, tree, shared.coins, shared.step, shared.logprob);
   cluster.sync();
   if (traversal) {
     if (pooled) {
       start_first_children(tree, shared.step, &shared.traversal);
       __syncwarp();
-      for (int k = own; judges && k < tree.inner.count; k += cluster.size * workers) {
+      for (int k = own; judges && k < tree.inner.count; k += cluster.size * pairs) {
         const int64_t at = first + tree.inner.at[k];
         for (int m = lane; many && m < count; m += kWarpSize) {
           pool.p[m] = workspace.pool_p[at * count + m];
           pool.q[m] = workspace.pool_q[at * count + m];
         }
         __syncwarp();
-        NodeRecord record = many ? load_record(workspace.records + at) : shared.judged[warp];
+        NodeRecord record = many ? load_record(workspace.records + at) : shared.judged[pair];
         traverse_node(cluster, tree, tree.inner.at[k], pool, shared.children, &shared.traversal,
                       &record);
         if (lane == 0) workspace.records[at] = record;
@@ -228,12 +260,10 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   int n = 0, last = 0;
   uint32_t status = tree.faults | (traversal ? shared.traversal.status : 0u);
   NodeRecord record = fresh_record(RowStats{}, 1.0f);
-  follow(shared.step, &n, &last, &status, threadIdx.x == 0 ? shared.path : nullptr);
-  __syncthreads();  // the pools are not needed any more
-  shared.taken.clear(threadIdx.x, blockDim.x);
-  __syncthreads();
-
+  follow(shared.step, &n, &last, &status,
+         threadIdx.x == kClerk * kWarpSize ? shared.path : nullptr);
   const bool leaf = !tree.inner.has(n);
+  if (kGeneral || !leaf) __syncthreads();  // the path, which otherwise the clerk alone reads
   // what the last token takes, in the order in which it is needed
   RowStats draft{};
   int pool_id = -1;
@@ -244,17 +274,30 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     pool_id = r.pool_ids(n)[threadIdx.x];
     pool_logit = r.pool_row(n).at(threadIdx.x);
   }
-  LastRow<T> row(cluster, r.target_row(n), p.vocab, blockDim.x / kWarpSize);
+  LastRow<T> row(cluster, r.target_row(n), p.vocab,
+                 leaf && !kGeneral ? kReaders : blockDim.x / kWarpSize);
   if (leaf || !greedy) row.fetch_ahead();
   const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
-  if (leaf && !kGeneral) {
+  const auto emit_nodes = [&](int thread, int threads) {
+    emit_path(r, tree, shared.path, last, thread, threads,
+              [&](int i) { return shared.logprob[shared.path[i + 1]]; });
+  };
+  if constexpr (!kGeneral) {
+    if (leaf) {
+      if (warp == kClerk && cluster.rank == home) {
+        __syncwarp();
+        emit_nodes(lane, kWarpSize);
+      }
 #if __CUDA_ARCH__ >= 900
-    ChunkStats* told = shared.chunks_of(workspace.row_chunks);
+      ChunkStats* told = shared.chunks_of(workspace.row_chunks);
 #else
-    ChunkStats* told = workspace.chunks + (first + n) * workspace.row_chunks;
+      ChunkStats* told = workspace.chunks + (first + n) * workspace.row_chunks;
 #endif
-    record.stats = read_leaf(cluster, greedy, !greedy || p.chosen_logprob != nullptr, scale, &row,
-                             told, &shared.chunks, &shared.race);
+      const PlainEnd end{last, status, greedy,  leaf, {early.noise, kBonusDraw, n},
+                         0.0f, 0,      nullptr, 1.0f};
+      end_walk<false>(cluster, r, end, scale, &row, told, &shared.chunks, &shared.draw);
+      return;
+    }
   } else if (leaf) {
     read_row<false>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
     if (warp == 0) {
@@ -269,14 +312,9 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   }
   const uint32_t faults = record.stats.faults;
   status |= r.faults | faults;
-  const auto emit_nodes = [&] {
-    emit_path(r, tree, shared.path, last, threadIdx.x, blockDim.x,
-              [&](int i) { return shared.logprob[shared.path[i + 1]]; });
-  };
   if (faults != 0) {
-    if (cluster.rank != 0) return;
-    emit_nodes();
-    if (threadIdx.x == 0) emit_last(r, last, -1, 0.0f, status);
+    if (cluster.rank == home) emit_nodes(threadIdx.x, blockDim.x);
+    if (cluster.rank == 0 && threadIdx.x == 0) emit_last(r, last, -1, 0.0f, status);
     return;
   }
   const RowLaw law(record.stats, r.temperature);
@@ -353,7 +391,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   if (emits)
     emit_last(r, last, token, p.chosen_logprob != nullptr ? law.log_probability(logit) : 0.0f,
               status);
-  if (cluster.rank == 0) emit_nodes();
+  if (cluster.rank == home) emit_nodes(threadIdx.x, blockDim.x);
 }
 
 }  // namespace domino

@@ -1,5 +1,6 @@
-// What the walk does at one node, by one warp: first what the call was given (the children's coins
-// and logits, q), which does not wait for the rows, then the verdict from the row's statistics.
+// What the walk does at one node, by a pair of warps: one puts together the law q and what it says
+// of the children, which takes nothing but what the call was given, the other meanwhile the
+// target's law, from the row's statistics. Then the first gives the verdict.
 #pragma once
 
 #include "common/copy_async.cuh"
@@ -16,6 +17,7 @@ struct PoolView {
 
   // Where x stands, -1 where q gives it nothing.
   __device__ __forceinline__ int find(int x) const {
+#pragma unroll 1
     for (int base = 0; base < count; base += kWarpSize) {
       const int m = base + static_cast<int>(threadIdx.x % kWarpSize);
       const unsigned hit = __ballot_sync(kFullMask, m < count && ids[m] == x && q[m] > 0.0f);
@@ -37,22 +39,22 @@ struct SharedPools {
   float p[kMaxPool];
   float q[kMaxPool];
 
-  // A warp has a part to itself. With large pools there are fewer parts than warps: most_warps().
+  // A pair has a part to itself. With large pools there are fewer parts than pairs: most_pairs().
   __device__ __forceinline__ PoolView part(int which, int count) {
     const int at = which * count;
     return {ids + at, p + at, q + at, count};
   }
-  static __device__ __forceinline__ int most_warps(int count) {
-    const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-    return count == 0 ? warps : min(warps, static_cast<int>(kMaxPool) / count);
+  static __device__ __forceinline__ int most_pairs(int count) {
+    const int pairs = static_cast<int>(blockDim.x) / (2 * kWarpSize);
+    return count == 0 ? pairs : min(pairs, static_cast<int>(kMaxPool) / count);
   }
 };
 
 // By child, at its parent.
 struct SharedChildren {
-  float logit[kMaxTreeNodes];  // of its token, in the parent's target row
-  float q[kMaxTreeNodes];      // 0: not to be stepped to
-  float left[kMaxTreeNodes];   // mass of q that is not drawn once it and all before it are
+  float p[kMaxTreeNodes];     // of its token, in the parent's target row: its logit at first
+  float q[kMaxTreeNodes];     // 0: not to be stepped to
+  float left[kMaxTreeNodes];  // mass of q that is not drawn once it and all before it are
 };
 
 // What all blocks of a cluster know of a traversal.
@@ -66,30 +68,15 @@ struct SharedTraversal {
 
 constexpr int kPoolAhead = 2;  // entries of a lane that are on their way at once
 
-// Asks for all pools of request r: which nodes have children is not known yet. By all threads of a
-// cluster.
-__device__ __forceinline__ void ask_for_pools(const RowCluster& cluster, const TreeRequest& r) {
-  const VerifyTreeParams& p = r.p;
-  if (!r.uses_draft() || p.draft_logits != nullptr) return;
-  constexpr int kStep = 128 / sizeof(int32_t);  // entries of a line
-  const int lines = static_cast<int>((p.pool + kStep - 1) / kStep), all = r.nodes * lines;
-#pragma unroll 1
-  for (int i = cluster.rank * blockDim.x + threadIdx.x; i < all; i += cluster.size * blockDim.x) {
-    const int n = i / lines, m = (i - n * lines) * kStep;
-    prefetch_l2(r.pool_ids(n) + m);
-    prefetch_l2(r.pool_row(n).plus(m).data);
-  }
-}
-
-// Ids, the target's logits there and the law q of node n's pool. By one warp.
+// Ids and law q of node n's pool. By one warp.
 __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const PoolView& pool) {
   const int lane = threadIdx.x % kWarpSize;
   const int32_t* ids = r.pool_ids(n);
-  const LogitRow logits = r.pool_row(n), target = r.target_row(n);
+  const LogitRow logits = r.pool_row(n);
   uint32_t key = 0;
   for (int base = lane; base < pool.count; base += kPoolAhead * kWarpSize) {
     int id[kPoolAhead];
-    float q[kPoolAhead], p[kPoolAhead];
+    float q[kPoolAhead];
 #pragma unroll
     for (int j = 0; j < kPoolAhead; ++j) {
       const int m = base + j * kWarpSize;
@@ -98,17 +85,12 @@ __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const
     }
 #pragma unroll
     for (int j = 0; j < kPoolAhead; ++j) {
-      if (id[j] < 0 || id[j] >= r.p.vocab) id[j] = -1;
-      p[j] = id[j] >= 0 ? target.at(id[j]) : -INFINITY;
-    }
-#pragma unroll
-    for (int j = 0; j < kPoolAhead; ++j) {
       const int m = base + j * kWarpSize;
       if (m >= pool.count) break;
+      if (id[j] >= r.p.vocab) id[j] = -1;
       if (id[j] >= 0) key = max(key, logit_key(q[j]));
       pool.ids[m] = id[j];
       pool.q[m] = id[j] >= 0 ? q[j] : -INFINITY;
-      pool.p[m] = p[j];
     }
   }
   key = __reduce_max_sync(kFullMask, key);
@@ -129,7 +111,18 @@ __device__ __forceinline__ RowStats load_pool(const TreeRequest& r, int n, const
   return stats;
 }
 
-// What does not take the statistics of node n's row: the law q, and what it says of the children.
+// The sum over this lane and those before it.
+__device__ __forceinline__ uint64_t sum_so_far(uint64_t value) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const uint64_t before = __shfl_up_sync(kFullMask, value, step);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
+// The law q at node n, and what it says of the children. By one warp.
 __device__ __noinline__ void prepare_node(const TreeRequest& r, const TreeWorkspace& workspace,
                                           const SharedTree& tree, int n, bool pooled,
                                           const PoolView& pool, SharedChildren* children) {
@@ -150,18 +143,16 @@ __device__ __noinline__ void prepare_node(const TreeRequest& r, const TreeWorksp
     others = true;
     float q = x >= 0 && !repeated ? 1.0f : 0.0f, left = 0.0f;
     if (pooled) {
-      const unsigned usable = __ballot_sync(kFullMask, q > 0.0f);
-      for (; mask != 0; mask &= mask - 1) {
-        const int other = __ffs(mask) - 1;
-        const int at =
-            (usable >> other & 1) != 0 ? pool.find(__shfl_sync(kFullMask, x, other)) : -1;
-        const float mass = at < 0 ? 0.0f : pool.q[at];
-        drafted -= to_units(mass);
-        if (lane == other) {
-          q = mass;
-          left = from_units(drafted);
-        }
+      int at = -1;
+      for (unsigned rest = __ballot_sync(kFullMask, q > 0.0f); rest != 0; rest &= rest - 1) {
+        const int other = __ffs(rest) - 1;
+        const int found = pool.find(__shfl_sync(kFullMask, x, other));
+        if (lane == other) at = found;
       }
+      q = at < 0 ? 0.0f : pool.q[at];
+      const uint64_t drawn = sum_so_far(to_units(q));
+      left = from_units(drafted - drawn);
+      drafted -= __shfl_sync(kFullMask, drawn, kWarpSize - 1);
     }
     if (child) {
       children->q[c] = q;
@@ -172,18 +163,63 @@ __device__ __noinline__ void prepare_node(const TreeRequest& r, const TreeWorksp
   __syncwarp();
 }
 
-// From logits to p, and what of p lies outside of the pool.
-__device__ __forceinline__ uint64_t settle_pool(const NodeLaw& law, const PoolView& pool) {
+// The target's logits at node n: of the children's tokens, and at the ids of the pool, of which
+// some have none. By one warp, whose lanes read back what they have written.
+template <class T>
+__device__ __noinline__ void fetch_target(const TreeRequest& r, const SharedTree& tree, int n,
+                                          const PoolView& pool, SharedChildren* children) {
+  const int lane = threadIdx.x % kWarpSize;
+  const T* row = static_cast<const T*>(r.target_row(n).data);
+  const int32_t* ids = r.pool_ids(n);
+  int id[kPoolAhead];
+#pragma unroll
+  for (int j = 0; j < kPoolAhead; ++j) {
+    const int m = lane + j * kWarpSize;
+    id[j] = m < pool.count ? ids[m] : -1;
+  }
+  tree.for_each_window(n, [&](int c, unsigned mask) {
+    if ((mask >> lane & 1) != 0) {
+      const int x = tree.token[c];
+      children->p[c] = x >= 0 ? to_float(row[x]) : -INFINITY;
+    }
+    return true;
+  });
+  for (int base = lane; base < pool.count; base += kPoolAhead * kWarpSize) {
+#pragma unroll
+    for (int j = 0; j < kPoolAhead; ++j) {
+      const int m = base + j * kWarpSize;
+      const bool has = id[j] >= 0 && id[j] < r.p.vocab;
+      const float logit = has ? to_float(row[id[j]]) : -INFINITY;
+      if (m < pool.count) pool.p[m] = logit;
+      const int next = m + kPoolAhead * kWarpSize;
+      id[j] = next < pool.count ? ids[next] : -1;
+    }
+  }
+}
+
+// From those logits to probabilities, and what of p lies outside of the pool. By the same warp.
+__device__ __forceinline__ uint64_t settle_target(const TreeRequest& r, const SharedTree& tree,
+                                                  int n, const NodeLaw& law, const PoolView& pool,
+                                                  SharedChildren* children, float* logprobs) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int32_t* ids = r.pool_ids(n);
   uint64_t inside = 0;
-  for (int m = threadIdx.x % kWarpSize; m < pool.count; m += kWarpSize) {
-    const int id = pool.ids[m];
-    const float p = id >= 0 ? law.probability(pool.p[m], id) : 0.0f;
+  for (int m = lane; m < pool.count; m += kWarpSize) {
+    const float p = law.probability(pool.p[m], law.filtered ? ids[m] : 0);
     pool.p[m] = p;
     inside += to_units(p);
   }
+  tree.for_each_window(n, [&](int c, unsigned mask) {
+    if ((mask >> lane & 1) != 0) {
+      const int x = tree.token[c];
+      const float logit = children->p[c];
+      children->p[c] = x >= 0 ? law.probability(logit, x) : 0.0f;
+      if (r.p.chosen_logprob != nullptr) logprobs[c] = law.law.log_probability(logit);
+    }
+    return true;
+  });
   inside = warp_sum(inside);
   const uint64_t whole = to_units(1.0f);
-  __syncwarp();
   return inside < whole ? whole - inside : 0;
 }
 
@@ -215,17 +251,15 @@ __device__ __forceinline__ void tell_children(const RowCluster& cluster, SharedT
   }
 }
 
-// The verdict on node n. coins: VERIFY_COIN of every index; logprobs: of the tokens of nodes, where
-// the block that emits them has it. By one warp; the record is complete but for traversal, where it
-// waits for the probability of reaching the node (traverse).
+// The verdict on node n. coins: VERIFY_COIN of every index; outside: of p, outside of the pool. By
+// one warp; the record is complete but for traversal, where it waits for the probability of
+// reaching the node (traverse).
 __device__ __forceinline__ void judge_node(const TreeRequest& r, const SharedTree& tree,
-                                           const float* coins, int n, const NodeLaw& law,
+                                           const float* coins, int n, uint64_t outside,
                                            const PoolView& pool, const SharedChildren& children,
-                                           float* logprobs, const RowCluster& cluster,
-                                           SharedTraversal* traversal, NodeRecord* record) {
+                                           const RowCluster& cluster, SharedTraversal* traversal,
+                                           NodeRecord* record) {
   const int lane = threadIdx.x % kWarpSize;
-  const bool pooled = r.rule == TreeRule::kSiblings || r.rule == TreeRule::kTraversal;
-  const uint64_t outside = pooled ? settle_pool(law, pool) : 0;
   Residual state(1.0f);
   uint32_t status = 0;
   float sum = 0.0f;
@@ -233,11 +267,10 @@ __device__ __forceinline__ void judge_node(const TreeRequest& r, const SharedTre
   tree.for_each_window(n, [&](int c, unsigned mask) {
     const bool child = (mask >> lane & 1) != 0;
     const int x = child ? tree.token[c] : SharedTree::kPad;
-    const float logit = child ? children.logit[c] : -INFINITY;
     if (r.rule == TreeRule::kGreedy || r.rule == TreeRule::kMatch) {
       more = !find_child(c, x, static_cast<uint32_t>(record->stats.argmax), &record->step, &status);
     } else {
-      const float p = x >= 0 ? law.probability(logit, x) : 0.0f;
+      const float p = child ? children.p[c] : 0.0f;
       const float q = child ? children.q[c] : 0.0f, left = child ? children.left[c] : 0.0f;
       if (r.rule == TreeRule::kTargetOnly) {
         const float u = coins[n];
@@ -269,7 +302,6 @@ __device__ __forceinline__ void judge_node(const TreeRequest& r, const SharedTre
         tell_children(cluster, traversal, c, mask, {p, q});
       }
     }
-    if (child && r.p.chosen_logprob != nullptr) logprobs[c] = law.law.log_probability(logit);
     return more;
   });
   if (r.rule == TreeRule::kTargetOnly) record->mass = 1.0f - sum;

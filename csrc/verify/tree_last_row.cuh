@@ -142,7 +142,6 @@ __device__ __forceinline__ unsigned long long warp_least(unsigned long long key)
 struct SharedRace {
   Mailbox winners[2];
   unsigned long long keys[2][16 * kWalkWarps];
-  RowStats leaf;  // of the row, where it is a leaf's
 
   __device__ __forceinline__ void open() {
     winners[0].open();
@@ -155,53 +154,6 @@ struct RaceResult {
   bool own;                // of the one lane of the cluster that met the winner,
   float logit;             // and the winner's logit there
 };
-
-// The statistics of a leaf's row, whose chunks the blocks tell each other; with the argmax of
-// greedy only the first block, and there the first warp, has them. chunks: of a row, in shared
-// memory where there are clusters.
-template <class T>
-__device__ __forceinline__ RowStats read_leaf(const RowCluster& cluster, bool greedy,
-                                              bool wants_sum, float scale, LastRow<T>* row,
-                                              ChunkStats* chunks, Mailbox* mail, SharedRace* race) {
-  const int warps = blockDim.x / kWarpSize;
-  unsigned long long best = 0;
-  row->for_each_chunk([&](int chunk, int token) {
-    uint32_t id = 0;
-    const ChunkStats out = chunk_stats<false>(row->groups, token, greedy, wants_sum, scale, id);
-    if (greedy) best = max(best, static_cast<unsigned long long>(out.key) << 32 | ~id);
-    const uint64_t words[2] = {static_cast<uint64_t>(out.digits[0]) << 32 | out.key,
-                               static_cast<uint64_t>(out.digits[2]) << 32 | out.digits[1]};
-    mail->send(cluster, chunks + chunk, words, greedy ? 1 : cluster.size);
-  });
-  RowStats stats{};
-  if (greedy) {
-    const uint64_t words[1] = {best};
-    const int slot = cluster.rank * warps + static_cast<int>(threadIdx.x) / kWarpSize;
-    race->winners[0].send(cluster, race->keys[0] + slot, words, 1);
-    if (cluster.rank != 0) return stats;
-  }
-  mail->wait(cluster, row->count * static_cast<int>(sizeof(ChunkStats)));
-  if (threadIdx.x < kWarpSize) {  // all warps at once would take turns
-    stats = join_chunks(
-        row->count, scale, false, wants_sum, [&](int c) { return chunks[c]; },
-        [](int) { return 0u; });
-    if (threadIdx.x == 0) race->leaf = stats;
-  }
-  __syncthreads();
-  stats = race->leaf;
-  if (!greedy) return stats;
-  race->winners[0].wait(cluster, cluster.size * warps * static_cast<int>(sizeof(best)));
-  if (threadIdx.x >= kWarpSize) return stats;
-  best = 0;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < cluster.size * warps; i += kWarpSize)
-    best = max(best, static_cast<unsigned long long>(race->keys[0][i]));
-  best = ~warp_least(~best);
-  stats.top = key_logit(static_cast<uint32_t>(best >> 32));
-  stats.argmax = static_cast<int32_t>(~static_cast<uint32_t>(best));
-  stats.faults = row_faults(stats.top);
-  return stats;
-}
 
 // The winner among a warp's chunks, in the lane that met it; `logit` is its logit there.
 template <class T, class Weights>

@@ -6,6 +6,7 @@
 // Bound by HBM for large batches, by latency for small ones.
 #pragma once
 
+#include "common/copy_async.cuh"
 #include "verify/tree_workspace.cuh"
 
 namespace domino {
@@ -76,6 +77,34 @@ __device__ __forceinline__ void store_chunk(const Group<T> (&groups)[kLaneGroups
   }
 }
 
+// Asks L2 for what the last launch reads first, pools of all nodes too, since it is not known yet
+// which have children: asked for behind the rows it would come behind them. By all threads of the
+// `blocks` of a request.
+__device__ __forceinline__ void ask_for_request(const VerifyTreeParams& p, int64_t b, int block,
+                                                int blocks) {
+  if (p.cu_nodes != nullptr) return;
+  constexpr int kLine = 128, kTokens = kLine / sizeof(int64_t), kEntries = kLine / sizeof(int32_t);
+  const int width = static_cast<int>(p.width), lines = ceil_div(static_cast<int>(p.pool), kEntries);
+  const int tokens = ceil_div(width, kTokens), all = tokens + 3 + width * lines;
+#pragma unroll 1
+  for (int i = block + blocks * threadIdx.x; i < all; i += blocks * blockDim.x) {
+    if (i < tokens) {
+      prefetch_l2(p.tokens + b * p.tokens_stride + i * kTokens);
+    } else if (i < tokens + 3) {
+      if (p.temperature == nullptr) continue;
+      prefetch_l2(i == tokens       ? static_cast<const void*>(p.temperature + b)
+                  : i == tokens + 1 ? static_cast<const void*>(p.seed + b)
+                                    : p.block_start + b);
+    } else {
+      const int n = (i - tokens - 3) / lines, m = (i - tokens - 3 - n * lines) * kEntries;
+      prefetch_l2(p.pool_ids + b * p.ids_batch_stride + n * p.ids_node_stride + m);
+      prefetch_l2(LogitRow{p.pool_logits, p.draft_dtype}
+                      .plus(b * p.pool_batch_stride + n * p.pool_node_stride + m)
+                      .data);
+    }
+  }
+}
+
 // Grid: `blocks` to a request, which share its chunks. Rows of the target, or those of a dense q.
 // kArgmaxOnly: all requests are greedy and nobody wants log-probabilities; then chunks are
 // (key, first) pairs.
@@ -87,6 +116,7 @@ __global__ void __launch_bounds__(kTreeRowWarps<kWide>* kWarpSize, sizeof(T) == 
   const int64_t b = blockIdx.x / blocks;
   const int block = static_cast<int>(blockIdx.x - b * blocks), warp = threadIdx.x / kWarpSize;
   const EarlyLoads early(p, b, false);
+  if (of_target) ask_for_request(p, b, block, blocks);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
   if (r.nodes < 2 || (!of_target && !r.uses_draft())) return;

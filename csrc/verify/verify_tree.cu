@@ -14,7 +14,8 @@ int launch_rows(const VerifyTreeParams& p, bool of_target, bool argmax_only,
   return dispatch_dtype(of_target ? p.target_dtype : p.draft_dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr bool kMayBeWide = sizeof(T) == 2;  // a chunk of fp32 has twice the registers
-    const bool wide = kMayBeWide && p.batch == 1;
+    // what the last launch prepares for pools waits for the issue slots that more warps take
+    const bool wide = kMayBeWide && p.batch == 1 && p.pool == 0;
     const int warps = wide ? kTreeRowWarps<true> : kTreeRowWarps<false>;
     const int64_t blocks =
         std::clamp<int64_t>(resident / p.batch, 1, ceil_div<int64_t>(chunks, warps));
