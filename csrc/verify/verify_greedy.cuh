@@ -68,6 +68,33 @@ __device__ __forceinline__ unsigned long long collect_words(unsigned long long* 
   return most;
 }
 
+// Eight logits of an aligned row where `exists`, otherwise eight of -inf. Into L1 like any load:
+// those that pass it by (load_words_if) take 0.6 us longer at batch 8.
+__device__ __forceinline__ uint4 load_words_through_l1(bool exists, const void* pointer,
+                                                       uint32_t other) {
+  uint4 out;
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.b32 %0, %6;\nmov.b32 %1, %6;\nmov.b32 %2, %6;\nmov.b32 %3, %6;\n"
+      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(out.x), "=&r"(out.y), "=&r"(out.z), "=&r"(out.w)
+      : "l"(pointer), "r"(static_cast<uint32_t>(exists)), "r"(other));
+  return out;
+}
+template <class T>
+__device__ __forceinline__ Group<T> load_group_if(bool exists, const T* logits) {
+  Group<T> out;
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 words = load_words_through_l1(exists, logits + 4 * half, 0xff800000u);
+      memcpy(out.values + 4 * half, &words, sizeof(words));
+    }
+  } else {
+    out.words = load_words_through_l1(exists, logits, Group<T>::kPad * 0x10001u);
+  }
+  return out;
+}
+
 // The greatest of eight logits, NaN if one is.
 template <class T>
 __device__ __forceinline__ float group_top(const Group<T>& group) {
@@ -132,7 +159,7 @@ __device__ __forceinline__ unsigned long long greatest_of(const RowSource<T>& so
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
           const int at = n + a * kGreedyThreads;
-          ahead[a].load_if(at < whole, source.data + at * kGroup);
+          ahead[a] = load_group_if(at < whole, source.data + at * kGroup);
         }
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) take(ahead[a], (n + a * kGreedyThreads) * kGroup);
