@@ -90,7 +90,7 @@ SPILLS = {
     "draft_chain_team": 12,  # the general form
     "verify_chain": 24,  # the walk of the block rule
     # launches of 80 registers, to fit beside the one in front: the form with pools
-    "verify_tree": 448,
+    "verify_tree": 72,
     # judges and readers share 64 registers, and the judges spill; verify_draw of 80 registers 184
     "verify_cut": 332,
     "verify_dense": 756,  # the same with rows of q, outside its loops

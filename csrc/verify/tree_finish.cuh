@@ -125,8 +125,10 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   if (threadIdx.x == 0) {
     shared.traversal.status = 0;
     shared.chunks.open();
-    shared.race.open();
-    shared.draw.open();
+    if (kGeneral)
+      shared.race.open();
+    else
+      shared.draw.open();
   }
   shared.tree.load(r, early, blockDim.x, sync_block, [](int, int, int) {});
   const bool dense = kGeneral && r.uses_draft() && p.draft_logits != nullptr;
@@ -263,7 +265,6 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   follow(shared.step, &n, &last, &status,
          threadIdx.x == kClerk * kWarpSize ? shared.path : nullptr);
   const bool leaf = !tree.inner.has(n);
-  if (kGeneral || !leaf) __syncthreads();  // the path, which otherwise the clerk alone reads
   // what the last token takes, in the order in which it is needed
   RowStats draft{};
   int pool_id = -1;
@@ -275,30 +276,76 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     pool_logit = r.pool_row(n).at(threadIdx.x);
   }
   LastRow<T> row(cluster, r.target_row(n), p.vocab,
-                 leaf && !kGeneral ? kReaders : blockDim.x / kWarpSize);
+                 kGeneral ? static_cast<int>(blockDim.x) / kWarpSize : kReaders);
   if (leaf || !greedy) row.fetch_ahead();
-  const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
   const auto emit_nodes = [&](int thread, int threads) {
     emit_path(r, tree, shared.path, last, thread, threads,
               [&](int i) { return shared.logprob[shared.path[i + 1]]; });
   };
-  if constexpr (!kGeneral) {
-    if (leaf) {
-      if (warp == kClerk && cluster.rank == home) {
-        __syncwarp();
-        emit_nodes(lane, kWarpSize);
+  const auto take_pool = [&] {
+    const RowLaw q(draft, r.draft_temperature);
+    for (int m = threadIdx.x; m < p.pool; m += blockDim.x) {
+      if (m >= static_cast<int>(blockDim.x)) {
+        pool_id = r.pool_ids(n)[m];
+        pool_logit = r.pool_row(n).at(m);
       }
-#if __CUDA_ARCH__ >= 900
-      ChunkStats* told = shared.chunks_of(workspace.row_chunks);
-#else
-      ChunkStats* told = workspace.chunks + (first + n) * workspace.row_chunks;
-#endif
-      const PlainEnd end{last, status, greedy,  leaf, {early.noise, kBonusDraw, n},
-                         0.0f, 0,      nullptr, 1.0f};
-      end_walk<false>(cluster, r, end, scale, &row, told, &shared.chunks, &shared.draw);
+      if (pool_id >= 0 && pool_id < p.vocab)
+        shared.taken.put(pool_id, mul_rn(record.rho, counted_draft(q.probability(pool_logit))));
+    }
+  };
+  const TreeDraw drawn = draw_kind(r.rule, record);
+  if constexpr (!kGeneral) {
+    const RowStats& stats = record.stats;
+    const uint32_t faults = leaf ? 0 : stats.faults;
+    const bool known = !leaf && (faults != 0 || greedy);
+    PlainEnd end{last,
+                 status,
+                 greedy,
+                 leaf,
+                 {early.noise, kBonusDraw, n},
+                 stats.top,
+                 stats.sum,
+                 nullptr,
+                 static_cast<float>(stats.sum) * (1.0f / kFixedOne),
+                 1.0f};
+    if (!leaf && !known) {
+      if (record.moved != 0 && record.keep == 0.0f) end.status |= kZeroResidual;
+      if (drawn != TreeDraw::kPlain) {
+        end.noise.purpose = kResidualDraw;
+        end.taken = &shared.taken;
+        end.mass *= record.mass;
+      }
+      if (drawn == TreeDraw::kWithoutChildren) shared.taken.put_children(tree, n);
+      if (drawn == TreeDraw::kResidual) {
+        end.unit = RowLaw(stats, r.temperature).inverse_sum;
+        end.mass = record.mass;
+        take_pool();
+      }
+      __syncthreads();
+    }
+    if (warp == kClerk && cluster.rank == home) {
+      __syncwarp();
+      emit_nodes(lane, kWarpSize);
+    }
+    if (known) {
+      if (cluster.rank != 0 || threadIdx.x != 0) return;
+      emit_last(r, last, faults == 0 ? stats.argmax : -1,
+                p.chosen_logprob != nullptr && faults == 0
+                    ? RowLaw(stats, r.temperature).log_probability(stats.top)
+                    : 0.0f,
+                status | faults);
       return;
     }
-  } else if (leaf) {
+#if __CUDA_ARCH__ >= 900
+    ChunkStats* told = shared.chunks_of(workspace.row_chunks);
+#else
+    ChunkStats* told = workspace.chunks + (first + n) * workspace.row_chunks;
+#endif
+    return end_walk<false>(cluster, r, end, scale, &row, told, &shared.chunks, &shared.draw);
+  }
+  __syncthreads();  // the path
+  const ChunkStats* chunks = workspace.chunks + (first + n) * workspace.row_chunks;
+  if (leaf) {
     read_row<false>(cluster, r, workspace, (first + n) * workspace.row_chunks, &row);
     if (warp == 0) {
       uint32_t lane_key;
@@ -319,8 +366,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   }
   const RowLaw law(record.stats, r.temperature);
   const bool match = r.rule == TreeRule::kMatch;
-  TreeDraw kind = draw_kind(r.rule, record);
-  if (kGeneral && match && leaf) kind = TreeDraw::kPlain;
+  const TreeDraw kind = match && leaf ? TreeDraw::kPlain : drawn;
   bool emits = cluster.rank == 0 && threadIdx.x == 0;
   int64_t token = record.stats.argmax;
   float logit = record.stats.top;
@@ -328,11 +374,9 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     if (record.moved != 0 && record.keep == 0.0f) status |= kZeroResidual;
     RowFilter filter;
     if (filtered && !leaf) filter = workspace.filters[first + n];
-    if constexpr (kGeneral) {
-      if (filtered && leaf)
-        filter = find_cut(cluster, row.source, chunks, workspace.row_chunks, record.stats, law,
-                          r.filters());
-    }
+    if (filtered && leaf)
+      filter = find_cut(cluster, row.source, chunks, workspace.row_chunks, record.stats, law,
+                        r.filters());
     const uint64_t whole = filtered ? filter.mass : record.stats.sum;
     const bool residual = kind == TreeDraw::kResidual;
     const bool with_dense = residual && dense;
@@ -349,15 +393,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
       weights.unit = filtered ? div_rn(kFixedOne, static_cast<float>(whole)) : law.inverse_sum;
       mass = record.mass;
       if (!dense) {
-        const RowLaw q(draft, r.draft_temperature);
-        for (int m = threadIdx.x; m < p.pool; m += blockDim.x) {
-          if (m >= static_cast<int>(blockDim.x)) {
-            pool_id = r.pool_ids(n)[m];
-            pool_logit = r.pool_row(n).at(m);
-          }
-          if (pool_id >= 0 && pool_id < p.vocab)
-            shared.taken.put(pool_id, mul_rn(record.rho, counted_draft(q.probability(pool_logit))));
-        }
+        take_pool();
         weights.taken = &shared.taken;
       }
     } else if (kind == TreeDraw::kWithoutChildren) {
@@ -367,7 +403,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     }
     __syncthreads();
     RaceNoise noise{early.noise, kind == TreeDraw::kPlain ? kBonusDraw : kResidualDraw, n};
-    if (kGeneral && match) noise = {r.position_noise(last), kPositionDraw, 0};
+    if (match) noise = {r.position_noise(last), kPositionDraw, 0};
     RaceResult won;
     int turn = 0;
     bool again = kind != TreeDraw::kPlain;
@@ -385,7 +421,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
     emits = won.own;
     token = static_cast<int64_t>(won.key & 0xffffffffu);
     logit = won.logit;
-  } else if (kGeneral && match && emits) {
+  } else if (match && emits) {
     logit = row.source.at(token);
   }
   if (emits)

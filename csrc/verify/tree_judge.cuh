@@ -347,12 +347,18 @@ __device__ __forceinline__ void start_first_children(const SharedTree& tree, int
   }
   __syncthreads();
   if (threadIdx.x != blockDim.x - kWarpSize) return;
+  constexpr int kAny = kMaxTreeNodes - 1;  // kNoStep & kAny is some node
   float reached = 1.0f;
+  int n = step[0];
+  float2 law = traversal->law[n & kAny];
 #pragma unroll 1
-  for (int n = step[0]; n != kNoStep; n = step[n]) {
-    const float2 law = traversal->law[n];
+  while (n != kNoStep) {
+    const int next = step[n];
+    const float2 next_law = traversal->law[next & kAny];  // on its way while this one is looked at
     reached = Residual(reached).chance(law.x, law.y);
     *const_cast<volatile uint32_t*>(&traversal->start[n]) = __float_as_uint(reached);
+    n = next;
+    law = next_law;
   }
 }
 

@@ -21,12 +21,14 @@ __device__ __forceinline__ void publish_step(const RowCluster& cluster, int32_t*
 __device__ __forceinline__ void follow(const int32_t* steps, int* n, int* last, uint32_t* status,
                                        int16_t* path) {
 #pragma unroll 1
-  for (;; ++*last) {
-    const int step = steps[*n];
+  for (int step = steps[*n];; ++*last) {
+    // on its way while this one is looked at; kNoStep is no node
+    const int next = steps[step & (kMaxTreeNodes - 1)];
     if (path != nullptr) path[*last] = static_cast<int16_t>(*n);
     *status |= static_cast<uint32_t>(step) >> 16 & 0xffu;
     if ((step & kNoStep) == kNoStep) return;
     *n = step & kNoStep;
+    step = next;
   }
 }
 

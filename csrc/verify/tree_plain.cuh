@@ -220,13 +220,16 @@ __global__ void __launch_bounds__(kPlainThreads, sizeof(T) == 4 ? 1 : 2)
   int n = 0, last = 0;
   uint32_t status = tree.faults;
   const bool emits_path = warp == kClerk && cluster.rank == cluster.size - 1;
+  const auto said_by = [&](int m) { return *reinterpret_cast<const int2*>(&verdicts[m].step); };
+  int2 said = said_by(0);
 #pragma unroll 1
-  for (;; ++last) {  // by every thread
-    const int2 said = *reinterpret_cast<const int2*>(&verdicts[n].step);
+  for (;; ++last) {                             // by every thread
+    const int2 next = said_by(max(said.x, 0));  // on its way while this one is looked at
     if (emits_path && threadIdx.x % kWarpSize == 0) shared.path[last] = static_cast<int16_t>(n);
     status |= static_cast<uint32_t>(said.y);
     if (said.x < 0) break;
     n = said.x;
+    said = next;
   }
   const bool leaf = !tree.inner.has(n);
   LastRow<T> row(cluster, r.target_row(n), p.vocab, kReaders);
@@ -254,15 +257,17 @@ __global__ void __launch_bounds__(kPlainThreads, sizeof(T) == 4 ? 1 : 2)
               (status | status >> 8) & 0xffu);
     return;
   }
-  PlainEnd end{last, status, greedy, leaf, {early.noise, kBonusDraw, n}, 0.0f, 0, nullptr, 1.0f};
+  PlainEnd end{last, status, greedy,  leaf, {early.noise, kBonusDraw, n},
+               0.0f, 0,      nullptr, 0.0f, 1.0f};
   if (!leaf) {
     const PlainVerdict& verdict = verdicts[n];
     end.top = verdict.top;
     end.sum = verdict.sum;
+    end.mass = static_cast<float>(verdict.sum) * (1.0f / kFixedOne);
     if (verdict.moved != 0) {
       end.noise.purpose = kResidualDraw;
       end.taken = &shared.taken;
-      end.share = verdict.mass;
+      end.mass *= verdict.mass;
       shared.taken.put_children(tree, n);
       __syncthreads();
     }

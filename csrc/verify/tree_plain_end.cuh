@@ -78,17 +78,18 @@ __device__ __forceinline__ void next_quad(Group<T> (&groups)[kLaneGroups]) {
   }
 }
 
-// The winner among a warp's chunks, least E / weight, and its logit in *logit; taken: tokens
-// without weight, or null. Its time is `bound` at most, or there is none. As race_chunks
+// The winner among a warp's chunks, least E / weight, and its logit in *logit; the weight is the
+// law's times `unit`, less what is taken off it, if not null. Its time is `bound` at most, or there
+// is none. As race_chunks
 // (tree_last_row.cuh), but in few instructions: most of them run once.
 template <class T>
 __device__ __forceinline__ unsigned long long race_few(LastRow<T>* row, const RowLaw& law,
-                                                       const SharedTaken* taken,
+                                                       float unit, const SharedTaken* taken,
                                                        const RaceNoise& noise, float bound,
                                                        float* logit) {
   unsigned long long own = kNoWinner;
   // half a word over this weight is as late as the bound
-  const float least = __log2f(__fdividef(0x1p-33f, bound)) - 0.01f;
+  const float least = __log2f(__fdividef(0x1p-33f, bound * unit)) - 0.01f;
   row->for_each_chunk([&](int, int token) {
     Group<T>(&groups)[kLaneGroups] = row->groups;
     if (!__any_sync(kFullMask, law.exponent(lane_top(groups)) >= least)) return;
@@ -98,7 +99,8 @@ __device__ __forceinline__ unsigned long long race_few(LastRow<T>* row, const Ro
       const int first = token + quad / 2 * kGroupStep + quad % 2 * 4;
       const float top = fmaxf(fmaxf(group.at(0), group.at(1)), fmaxf(group.at(2), group.at(3)));
       if (!__any_sync(kFullMask, law.exponent(top) >= least)) continue;
-      const float unit = bound * (1.001f * 0x1p32f), reach = law.weight(top) * unit;
+      const float limit = bound * (1.001f * 0x1p32f);
+      const float reach = mul_rn(law.weight(top), unit) * limit;
       const uint32_t most = __float2uint_rz(reach);
       const NoiseWords words = looped_words(noise, static_cast<uint32_t>(first / 4));
       uint32_t chance = 0;
@@ -115,9 +117,10 @@ __device__ __forceinline__ unsigned long long race_few(LastRow<T>* row, const Ro
           here = which == j ? group.at(j) : here;
           word = which == j ? words.word[j] : word;
         }
-        const float weight = law.weight(here);
-        if (!(static_cast<float>(word) <= weight * unit)) continue;
-        if (taken != nullptr && taken->of(first + which) != 0.0f) continue;
+        float weight = mul_rn(law.weight(here), unit);
+        if (!(static_cast<float>(word) <= weight * limit)) continue;
+        if (taken != nullptr) weight = add_rn(weight, -taken->of(first + which));
+        if (!(weight > 0.0f)) continue;
         const unsigned long long mine = race_key(weight, word, first + which);
         if (mine < own) *logit = here;
         own = min(own, mine);
@@ -139,8 +142,9 @@ struct PlainEnd {
   RaceNoise noise;  // these not of greedy requests: the race's,
   float top;        // and at a node with children its law,
   uint64_t sum;
-  const SharedTaken* taken;  // they, if they are taken out, or null,
-  float share;               // and what that leaves of the mass
+  const SharedTaken* taken;  // what is taken off its tokens' weights, or null,
+  float mass;                // about what that leaves of them,
+  float unit;                // and what they are multiplied by before
 };
 
 // By all threads of the cluster; where a greedy walk ends at a node with children, its token is
@@ -212,13 +216,14 @@ __device__ __forceinline__ void end_walk(const RowCluster& cluster, const TreeRe
   if (emits) law.log_sum = RowLaw(end.top, end.sum, scale).log_sum;
   const float whole = static_cast<float>(end.sum) * (1.0f / kFixedOne);
   float bound = end.leaf ? __fdividef(kLongestTime, law.weight(end.top))
-                         : __fdividef(kSureTime, fmaxf(whole * end.share, 0.0f));
+                         : __fdividef(kSureTime, fmaxf(end.mass, 0.0f));
 #pragma unroll 1
   for (int turn = 0; faults == 0; ++turn) {
     float logit = 0.0f;
     if constexpr (!kArgmaxOnly) {
       if (reads) {
-        const unsigned long long own = race_few(row, law, end.taken, end.noise, bound, &logit);
+        const unsigned long long own =
+            race_few(row, law, end.unit, end.taken, end.noise, bound, &logit);
         const unsigned long long key = warp_least(own);
         const unsigned has = __ballot_sync(kFullMask, own == key);
         tell(key, __shfl_sync(kFullMask, logit, __ffs(has) - 1), cluster.size);
@@ -248,8 +253,9 @@ __device__ __forceinline__ void end_walk(const RowCluster& cluster, const TreeRe
     }
     cluster.sync();  // nobody reads the winners any more
     if (bound == INFINITY) {
-      end.status |= kZeroResidual;  // p without the children is nothing up to rounding
+      end.status |= kZeroResidual;  // what is left of p is nothing up to rounding
       end.taken = nullptr;
+      end.unit = 1.0f;
       end.noise.purpose = kBonusDraw;
       bound = __fdividef(kSureTime, whole);
     } else {
