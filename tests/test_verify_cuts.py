@@ -297,6 +297,34 @@ def test_top_k_of_a_ragged_batch():
             assert_same(kernel, verify_chain(**arguments))
 
 
+@pytest.mark.parametrize(
+    "rule, form",
+    [("token", f) for f in ("none", "pool", "scalar", "dense")]
+    + [("match", "none"), ("block", "pool"), ("block", "dense")],
+)
+def test_rows_behind_the_end_of_a_chain(rule, form):
+    """Blocks that take rows in turn leave out what lies behind a rejected draft."""
+    generator = torch.Generator().manual_seed(20261206)
+    batch, drafts, vocab = 130, 15, 1100
+    dense = form == "dense"
+    workspace = verify_chain_workspace(batch, drafts, vocab, dense=dense, device="cuda")
+    for call in range(6):
+        arguments = arguments_of("normal", batch, drafts, vocab, form, generator)
+        likely = arguments["target_logits"][:, :drafts].float().argmax(-1)
+        stops = torch.randint(drafts + 1, (batch, 1), generator=generator)
+        accepted = torch.arange(drafts) < stops
+        arguments["draft_tokens"] = likely.where(accepted, arguments["draft_tokens"])
+        arguments["temperature"] = arguments["temperature"].clamp(max=0.3)
+        top_k = torch.full_like(arguments["top_k"], 50)
+        arguments["top_k"] = (0 * top_k, top_k, None)[call % 3]
+        arguments |= {"logprobs": False, "rule": rule}
+        expected = verify_chain(**arguments)
+        kernel = verify_chain(**to(arguments, "cuda"), workspace=workspace)
+        assert_same(kernel, expected)
+        assert not workspace[:_CONTROL_WORDS].any()
+        workspace[_CONTROL_WORDS:].random_()
+
+
 def test_weights_apart_among_values_near_zero():
     """Temperatures at which the bins around 0 hold most of a row, or all of it."""
     generator = torch.Generator().manual_seed(20261201)

@@ -279,8 +279,12 @@ def cases():
     for batch in BATCHES:
         yield row_stats_case(batch)
         for accepted in ("mean", "all", "none"):
-            peer = accepted == "mean"
-            yield case("token", batch, accepted, q="dense", filters="k50p95", peer=peer)
+            for data in ("peaked", "flat"):
+                for filters in ("k50p95", "p95"):
+                    peer = accepted == "mean" and data == "peaked" and filters == "k50p95"
+                    yield case(
+                        "token", batch, accepted, q="dense", filters=filters, data=data, peer=peer
+                    )
         yield case("token-logprob", batch, "mean", filters="k50p95", peer=False)
         yield case("token", batch, "mean")
         yield case("token", batch, "mean", q="dense")

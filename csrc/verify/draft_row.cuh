@@ -101,12 +101,26 @@ __device__ __forceinline__ RowSource<bf16> draft_source(const ChainRequest& r, i
 }
 
 // Sums up chunks `first`, `first` + `step` and so on, up to `last`, of the row of q of slot i.
+// kAhead: a chunk is on its way while one is summed up; in verify_cut.cuh that would not fit the
+// registers.
+template <bool kAhead>
 static __device__ __noinline__ void sum_draft_row(const ChainRequest& r, int i,
                                                   const ChainWorkspace& chunks, int first, int last,
                                                   int step) {
+  const RowSource<bf16> source = draft_source(r, i);
+  const float scale = law_scale(r.draft_temperature);
   const int64_t at = chunks.row(r.b, r.p.drafts + 1 + i) - chunks.chunks;
-  sum_chunks(draft_source(r, i), false, law_scale(r.draft_temperature), chunks, at, first, last,
-             step);
+  if constexpr (!kAhead) return sum_chunks(source, false, scale, chunks, at, first, last, step);
+  Group<bf16> groups[kLaneGroups], ahead[kLaneGroups];
+  if (first < last) load_tokens(source, first, ahead);
+#pragma unroll 1
+  for (int chunk = first; chunk < last; chunk += step) {
+#pragma unroll
+    for (int g = 0; g < kLaneGroups; ++g) groups[g] = ahead[g];
+    if (chunk + step < last) load_tokens(source, chunk + step, ahead);
+    const int token = chunk * kChunk + threadIdx.x % kWarpSize * kGroup;
+    sum_chunk(groups, token, false, true, scale, chunks, at + chunk);
+  }
 }
 // The statistics of that row. By whole warps.
 static __device__ __noinline__ RowStats draft_stats(const ChainRequest& r, int i,

@@ -2,6 +2,7 @@
 // end, and the race (race_draw.cuh), by a cluster. Bytes: the row.
 #pragma once
 
+#include "common/copy_async.cuh"
 #include "verify/draft_row.cuh"
 
 namespace domino {
@@ -82,7 +83,8 @@ static __device__ __noinline__ int32_t last_tie(const RowCluster& cluster,
 
 // The token that the race of row i draws, -1 where nothing has weight. filter: of its ties with the
 // cut all or, where cut_id is negative, the first -cut_id. noise: of the race; rest: what
-// relu(reach p - q) comes to, about
+// relu(reach p - q) comes to, about; kShared: as draw_row
+template <bool kShared = false>
 __device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const ChainRequest& r,
                                               int i, Outcome outcome, const SlotVerdict& slot,
                                               const RaceNoise& noise, float reach = 1.0f,
@@ -109,7 +111,7 @@ __device__ __forceinline__ int64_t draw_token(const RowCluster& cluster, const C
   }
 #pragma unroll 1
   for (;;) {
-    const unsigned long long key = draw_row(cluster, source, weights, pool, noise, about);
+    const unsigned long long key = draw_row<kShared>(cluster, source, weights, pool, noise, about);
     if (key == kNoWinner) return -1;
     const int32_t token = static_cast<int32_t>(key & 0xffffffffu);
     // ties that are not kept matter only where one of the ties wins
@@ -126,8 +128,15 @@ static __device__ __noinline__ void sum_draft_by_cluster(const RowCluster cluste
                                                          const ChainRequest& r, int i,
                                                          const ChainWorkspace& chunks,
                                                          SlotVerdict* slot) {
-  sum_draft_row(r, i, chunks, cluster.rank * kDrawWarps + threadIdx.x / kWarpSize,
-                static_cast<int>(chunks.row_chunks), cluster.size * kDrawWarps);
+  const int first = cluster.rank * kDrawWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, step = cluster.size * kDrawWarps;
+  const int last = static_cast<int>(chunks.row_chunks);
+  const RowSource<bf16> source = draft_source(r, i);
+  for (int chunk = first + 2 * step; chunk < last; chunk += step) {  // a lane a line
+    const int token = chunk * kChunk + lane * 64;
+    if (lane < kChunk / 64 && token < source.vocab) prefetch_l2(source.data + token);
+  }
+  sum_draft_row<true>(r, i, chunks, first, last, step);
   cluster.sync();
   if (threadIdx.x < kWarpSize) {
     const RowStats stats = draft_stats(r, i, chunks);

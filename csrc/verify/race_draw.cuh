@@ -6,8 +6,11 @@
 
 namespace domino {
 
-// Mass of relu(p - q): 0.1 misses in one race in 400. What is drawn does not depend on it.
-constexpr float kLikelyResidual = 0.4f;
+// The least E / weight of a law is beyond kSoonTime over its mass once in 160,000 races, which then
+// are run again. What is drawn does not depend on it.
+constexpr float kSoonTime = 12.0f;
+// Mass of relu(p - q): 0.1 misses in one race in 400.
+constexpr float kLikelyResidual = 0.2f;
 
 // The first tokens of a slot's pool, in shared memory.
 struct PoolAhead {
@@ -86,33 +89,45 @@ __device__ __forceinline__ unsigned long long least_of_block(unsigned long long 
   return least_of_warp(lane < blockDim.x / kWarpSize ? slots[lane] : kNoWinner);
 }
 
+template <class T>
+__device__ __forceinline__ float top_of_group(const HalfGroup<T>& group) {
+  const uint4& words = group.words;
+  const uint32_t top = max_nan(max_nan(words.x, words.y, T{}), max_nan(words.z, words.w, T{}), T{});
+  return fmaxf(low_half(top, T{}), high_half(top, T{}));
+}
+
 // The winner so far, `key`, met by this lane's eight tokens as far as their time can be within
-// `bound`. By a whole warp.
-template <class Group, class Weights>
-__device__ __forceinline__ unsigned long long draw_group(int token, const Group& group,
-                                                         const Weights& weights,
-                                                         const PoolAhead& pool,
-                                                         const RaceNoise& noise, float bound,
-                                                         unsigned long long key) {
-  float top = group.at(0);
-#pragma unroll
-  for (int j = 1; j < kGroup; ++j) top = fmaxf(top, group.at(j));
+// `soonest`, as bits, which are in the order of the times. By a whole warp. words_of_weight: how
+// far a word reaches in a unit of time for a weight of 1; kShared: soonest is the block's
+template <bool kShared, class Group, class Weights>
+__device__ __forceinline__ unsigned long long draw_group(
+    int token, const Group& group, const Weights& weights, const PoolAhead& pool,
+    const RaceNoise& noise, float words_of_weight, uint32_t* soonest, unsigned long long key) {
+  const float bound =
+      __uint_as_float(kShared ? *const_cast<volatile uint32_t*>(soonest) : *soonest);
+  const float top = top_of_group(group);
+  // a weight that is off by less than words_of_weight has to spare: the exact one is 20
+  // instructions
+  float weight;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(weight) : "f"(weights.p.exponent(top)));
   // in units of a word; half of one is the least that there is
-  const float reach =
-      top >= weights.filter.cut_logit ? weights.scaled(top) * bound * (1.001f * 0x1p32f) : 0.0f;
+  const float reach = top >= weights.filter.cut_logit ? weight * (words_of_weight * bound) : 0.0f;
   if (!__any_sync(kFullMask, reach >= 0.5f)) return key;
   const uint32_t limit = __float2uint_rz(reach);
-  uint32_t words[kGroup], chance = 0;
+  uint32_t words[kGroup], least = ~0u;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4 + half));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       words[4 * half + j] = four.word[j];
-      if (four.word[j] <= limit) chance |= 1u << (4 * half + j);
+      least = min(least, four.word[j]);
     }
   }
-  if (reach < 0.5f || chance == 0) return key;
+  if (reach < 0.5f || least > limit) return key;
+  uint32_t chance = 0;
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) chance |= (words[j] <= limit ? 1u : 0u) << j;
   while (chance != 0) {  // by the group's greatest weight
     const int which = __ffs(chance) - 1;
     chance &= chance - 1;
@@ -127,26 +142,40 @@ __device__ __forceinline__ unsigned long long draw_group(int token, const Group&
     if (!(upper > 0.0f && static_cast<float>(word) <= upper * bound * (1.001f * 0x1p32f))) continue;
     const unsigned long long mine =
         race_key(exact_weight(weights, pool, upper, token + which), word, token + which);
-    key = mine < key ? mine : key;
+    if (mine >= key) continue;
+    key = mine;
+    if (kShared) atomicMin(soonest, static_cast<uint32_t>(key >> 32));
   }
   return key;
 }
 
 // The race among a row's tokens. All blocks of the cluster call it, and all threads get the result.
-// mass: of the weights, about.
-template <class T>
+// mass: of the weights, about; kShared: the warps of a block tell each other how soon their best
+// is.
+template <bool kShared, class T>
 __device__ __forceinline__ unsigned long long draw_row(const RowCluster& cluster,
                                                        const RowSource<T>& source,
                                                        const DrawWeights& weights,
                                                        const PoolAhead& pool,
                                                        const RaceNoise& noise, float mass) {
   RaceShared& shared = race_shared();
-  float bound = mass > 0.0f ? kSureTime / mass : INFINITY;
+  const float of_weight =
+      weights.q != DraftLaw::kOneHot ? weights.reach * weights.inverse_mass : 1.0f;
+  float bound = mass > 0.0f ? kSoonTime / mass : INFINITY;
 #pragma unroll 1
   for (;;) {
+    uint32_t own = __float_as_uint(bound), *soonest = &own;
+    if constexpr (kShared) {
+      __shared__ uint32_t of_block;
+      soonest = &of_block;
+      __syncthreads();  // the race before has been read
+      if (threadIdx.x == 0) of_block = own;
+      __syncthreads();
+    }
     unsigned long long key = kNoWinner;
     for_each_step(cluster, source, [&](int token, const auto& group) {
-      key = draw_group(token, group, weights, pool, noise, bound, key);
+      key = draw_group<kShared>(token, group, weights, pool, noise, of_weight * (1.002f * 0x1p32f),
+                                soonest, key);
     });
     key = least_of_block(key);
     if (threadIdx.x == 0) shared.best = key;

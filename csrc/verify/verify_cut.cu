@@ -39,6 +39,7 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
       launch_listed(shape, p, stream);
   } else {
     const auto cut = dense                ? of_dense.cut
+                     : p.top_k == nullptr ? verify_cut_kernel<false, false, false>  // races nothing
                      : draws_every_row(p) ? verify_cut_kernel<true>
                                           : verify_cut_kernel<false>;
     shape.grid = dim3(static_cast<unsigned>(resident));

@@ -6,12 +6,13 @@
 namespace domino {
 
 DenseKernels dense_kernels(const VerifyChainParams& p) {
-  return {p.chosen_logprob != nullptr ? verify_listed_kernel<false, true, true>
-                                      : verify_listed_kernel<false, false, true>,
-          verify_cut_kernel<false, true>,
-          p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock, 2, true>
-          : p.batch > 16               ? verify_draw_kernel<VerifyRule::kToken, 3, true>
-                                       : verify_draw_kernel<VerifyRule::kToken, 2, true>};
+  return {
+      p.chosen_logprob != nullptr ? verify_listed_kernel<false, true, true>
+                                  : verify_listed_kernel<false, false, true>,
+      p.top_k == nullptr ? verify_cut_kernel<false, true, false> : verify_cut_kernel<false, true>,
+      p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock, 2, true>
+      : p.batch > 16               ? verify_draw_kernel<VerifyRule::kToken, 3, true>
+                                   : verify_draw_kernel<VerifyRule::kToken, 2, true>};
 }
 
 }  // namespace domino

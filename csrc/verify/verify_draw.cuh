@@ -23,6 +23,8 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const BlockNoise noise = r.noise();  // its own trip to memory, while the rows are read
   previous_launch_done();
+  if (cluster.rank == 0 && threadIdx.x == 0 && b < kGreedyWords)
+    static_cast<unsigned long long*>(p.workspace)[b] = 0;  // chain_end() of verify_cut.cuh
   if (r.rows == 0) {
     if (cluster.rank == 0) emit_end(r, 0, -1, r.faults);
     return;
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
       if (kDense && slot.status >> kKeptShift != 0)
         last = race_kept(r, stop, outcome, slot, kept_tokens(chunks, p, b, stop), race);
       else
-        last = draw_token(cluster, r, stop, outcome, slot, race);
+        last = draw_token<(kResident > 2)>(cluster, r, stop, outcome, slot, race);
       if (last >= 0 || outcome == Outcome::kDraw) break;
       bits |= kZeroResidual;  // nothing was left to replace the draft
       outcome = Outcome::kDraw;

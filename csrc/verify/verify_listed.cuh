@@ -99,7 +99,7 @@ __device__ __forceinline__ void listed_row(const VerifyChainParams& p, const Row
       sum_chunks(source, r.greedy(), scale, chunks, row_at, first, last, kReadWarps);
     }
     if constexpr (kDense) {
-      if (has_draft_row(r, i)) sum_draft_row(r, i, chunks, first, last, kReadWarps);
+      if (has_draft_row(r, i)) sum_draft_row<true>(r, i, chunks, first, last, kReadWarps);
     }
   }
 
