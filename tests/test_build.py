@@ -83,7 +83,7 @@ SPILLS = {
     # the general form of 16 warps with servers: 388 stored, 688 loaded
     "draft_chain_block": 688,
     "draft_chain_certify": 80,  # the screen of more than 224 columns, in front of its loop
-    "draft_chain_certify_early": 104,  # what scores marked rows; in front of its loops 40
+    "draft_chain_certify_early": 152,  # what scores marked rows; in front of its loops 76
     "draft_chain_finish": 100,
     "draft_chain_markov": 24,  # of rank 256
     "draft_chain_pool": 16,

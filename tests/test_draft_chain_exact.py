@@ -144,6 +144,86 @@ def test_one_row_is_certified_beside_its_chain(units, rank, vocab, restarts, dra
     assert torch.equal(result, block.planted[:, :drafts])
 
 
+def raised(block, row, drafts):
+    """Base logits with which the winners of these drafts are in the pool."""
+    base = block.base.clone()
+    base[row, drafts, block.planted[row, drafts]] = 12.0
+    return block._replace(base=base)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [0, 1, 3])
+@pytest.mark.parametrize("units, rank, vocab", [(256, 96, 20_011), (1024, 256, 151_937)])
+def test_one_row_starts_again_behind_any_draft(units, rank, vocab, prefix):
+    shape = {"H": 128, "G": units, "R": rank, "V": vocab}
+    outside = packed(planted_block(shape, 1, 7, "cuda", restarts=ALL))
+    for draft_outside in range(1, DRAFTS):
+        block = raised(outside, 0, [j for j in range(1, DRAFTS) if j != draft_outside])
+        assert_same_without_screen(block, pure_draft_prefix_len=prefix)
+        if prefix == 1:
+            result = draft(block)
+            assert torch.equal(result.tokens, block.planted)
+            assert result.restarts.tolist() == [1]
+
+
+def mostly_outside(batch, units):
+    """All winners outside the pool but in the first three rows."""
+    shape = {"H": 128, "G": units, "R": 256, "V": 100_003}
+    block = packed(planted_block(shape, batch, 7, "cuda", restarts=ALL))
+    every = list(range(1, DRAFTS))
+    block = raised(block, 0, every)
+    block = raised(block, 1, every[:5] + every[6:])
+    return raised(block, 2, every[:-1])
+
+
+def was_cut(plan):
+    return plan.workspace[48:52].any().item()  # ChainControl.cut
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("batch, units", [(40, 64), (70, 256), (64, 1024)])
+def test_a_certificate_that_most_rows_fail_is_cut(batch, units, prefix):
+    """Then all rows take the dense steps, also those that it would have left alone."""
+    block = mostly_outside(batch, units)
+    plan = ChainPlan(block.weights, batch, pool_size=POOL)
+    options = dict(plan=plan, pool_size=POOL, return_details=True, pure_draft_prefix_len=prefix)
+    first = draft_chain(*block[:4], **options)
+    for _ in range(3):
+        result = draft_chain(*block[:4], **options)
+        assert not plan.workspace[8:12].any(), "a block waited in vain"
+        assert was_cut(plan), "most rows missed, and no block left"
+        for field in ("tokens", "scores", "restarts"):
+            assert torch.equal(getattr(result, field), getattr(first, field)), field
+    if prefix == 1:
+        assert torch.equal(first.tokens, block.planted)
+        assert first.restarts.tolist() == [0, 1, 1] + [2] * (batch - 3)
+    assert_same_without_screen(block, pure_draft_prefix_len=prefix)
+
+
+@pytest.mark.gpu
+def test_a_cut_is_of_one_call(graph_replay):
+    """Neither of the next one nor, with fewer rows in use, of those that are left."""
+    block = mostly_outside(40, 64)
+    inside = block
+    for row in range(40):
+        inside = raised(inside, row, list(range(1, DRAFTS)))
+    base = block.base.clone()
+    active = torch.full((1,), 40, dtype=torch.int32, device="cuda")
+    plan = ChainPlan(block.weights, 40, pool_size=POOL)
+    out = DraftResult.empty(block.weights, 40, pool_size=POOL)
+    options = dict(out=out, plan=plan, pool_size=POOL, num_active=active)
+    replay = graph_replay(lambda: draft_chain_out(base, *block[1:4], **options))
+    for source, rows, cut in ((block, 40, True), (inside, 40, False), (block, 20, False)):
+        base.copy_(source.base)
+        active.fill_(rows)
+        out.tokens.fill_(-7)
+        replay()
+        assert was_cut(plan) == cut
+        assert torch.equal(out.tokens[:rows], block.planted[:rows])
+        assert (out.tokens[rows:] == -7).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1.0, 0.2, 1e-4, 1e-23])
 @pytest.mark.parametrize("batch", [1, 8, 40])

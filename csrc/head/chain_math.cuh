@@ -142,6 +142,13 @@ __device__ __forceinline__ float base_at(const DraftChainParams& p, int64_t b, i
   return base.value<kAnyType>(p, id);
 }
 
+// Where that many rows missed their pools, few of them would be right the second time: the dense
+// steps follow in any case, and a pass over W2 costs the same for all rows as for some.
+constexpr int kCertainRows = 16;  // of which each starts again by itself
+__device__ __forceinline__ bool restart_is_vain(int64_t pending, int64_t rows) {
+  return rows > kCertainRows && 4 * pending > 3 * rows;
+}
+
 // What a certificate found in row b becomes part of the draft, before `round` goes on from there.
 __device__ __forceinline__ void take_restart(const ChainBlockParams& p, int round, int64_t b) {
   const int first = p.first_of(round)[b];

@@ -41,9 +41,14 @@ struct ChainWords {
   }
 };
 
-// Of control->begun: the epoch of a launch that sends them; 0: none has begun, or none will.
-__device__ __forceinline__ uint32_t words_epoch(uint32_t begun) {
-  return begun % kEpochStride == 1 ? begun : 0;
+// What control->begun is where they are sent: the launch's epoch, and the draft that it begins
+// with.
+__device__ __forceinline__ uint32_t begun_word(uint32_t epoch, int first) { return epoch + first; }
+__device__ __forceinline__ int begun_draft(uint32_t begun) {
+  return static_cast<int>(begun % kEpochStride) - 1;
+}
+__device__ __forceinline__ uint32_t begun_epoch(uint32_t begun) {
+  return begun - begun_draft(begun);
 }
 
 }  // namespace domino

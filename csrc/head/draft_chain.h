@@ -105,25 +105,28 @@ struct DraftChainWorkspace {
 // ---- Block form: one persistent launch for the whole block, on pools ----
 //
 // The launches of one draft, all on one stream, each reading only what those before it wrote:
-//   draft_chain_pool     clears control->aborted, begun and tickets; pool, from_hidden, keys of
-//                        drafts < prefix (the whole vocabulary's argmax), tile_max (exact; beside
-//                        draft_chain_certify_early that does it)
+//   draft_chain_pool     clears control->aborted, begun, tickets, found, missed and cut; pool,
+//                        from_hidden, keys of drafts < prefix (the whole vocabulary's argmax),
+//                        tile_max (exact; not beside draft_chain_certify_early)
 //   draft_chain_block    the chain on the pools: keys, tokens, scores of the drafts >= prefix,
 //                        tokens and scores of the others from keys, low_rank and states (exact),
 //                        first[0, b] = prefix (row_done() where row b is not active), first[1, b]
 //                        = first[2, b] = row_done(), restarts[b] = 0
 //   draft_chain_certify  exact, round 0: checks drafts first[0, b].. against the whole vocabulary
 //                        with low_rank. Where an id beats the winner of draft j it becomes keys[b,
-//                        j], and first[1, b] falls to j + 1; otherwise nothing is written
+//                        j], and first[1, b] falls to j + 1; otherwise nothing is written. Where
+//                        most rows of a large batch have missed it may leave the rest (cut)
 //   draft_chain_block    round 1: rows with first[1, b] = f < row_done(): tokens and scores of
 //                        draft f - 1 from keys, ++restarts[b]; then on from states[b, f - 1] and
 //                        that token (draft j runs S_j from S_{j-1} and y_j). Where most rows of a
 //                        large launch would start again it does nothing, and they go to round 2:
-//                        first[2, b] = f, first[1, b] = row_done()
+//                        first[2, b] = f, first[1, b] = row_done(). So do all rows where the
+//                        certificate was cut, with first[2, b] = prefix
 //   draft_chain_certify  round 1: drafts first[1, b].. of those rows; first[2, b]
 //   draft_chain_finish   exact, round 2: rows with first[2, b] < row_done(), a pass over W2 a
-//                        draft; restarts[b] as if no row had left out round 1. Where
-//                        control->aborted is set: the whole draft of all rows, a block each
+//                        draft (S and u of draft `prefix` are there); restarts[b] as if no row had
+//                        left out round 1. Where control->aborted is set: the whole draft of all
+//                        rows, a block each
 //   draft_chain_rescue   not exact: the same where control->aborted is set (not behind
 //                        draft_chain_markov, which is the chain of heads without a GRU)
 //   draft_chain_law      drawn drafts: scores, log_probs and dense_logits from pool_logits
@@ -144,9 +147,13 @@ struct ChainControl {
   uint32_t arrived;     // at the barriers of the running draft_chain_finish launch, all together
   uint32_t searched;    // blocks of the running draft_chain_pool launch that have found winners
   uint32_t tickets[2];  // tiles of W2 that chain_certify_few hands out, by round
-  uint32_t begun;       // the chain has what it loads at first: others may have the memory. Its
-                        // epoch where it sends words (chain_words.cuh)
-  uint32_t unused[23];
+  // By round, the chain has what it loads at first: others may have the memory. Where it sends
+  // words (chain_words.cuh), begun_word(); 0: not yet.
+  uint32_t begun[2];
+  uint32_t found;   // not 0: something has passed the first certificate's screen, at one row
+  uint32_t missed;  // rows of which the first certificate has beaten a winner; not in all forms
+  uint32_t cut;     // not 0: it has left out ids, because most rows have missed
+  uint32_t unused[19];
 };
 constexpr uint32_t kEpochStride = 32;
 
@@ -257,11 +264,10 @@ int draft_chain_team_cuda(const ChainBlockParams& p, bool restart, bool* done, v
 // Blocks of that form, 0 where it is not the one: the certificate runs beside them.
 int draft_chain_team_blocks(const ChainBlockParams& p, int* blocks);
 int draft_chain_certify_cuda(const ChainBlockParams& p, int round, void* stream);
-// Its round 0 for one batch row with a screen, beside the team form
-// (draft_chain_certify_early.cuh): its blocks, 0 where it does not suit, and the launch; otherwise
-// not *done, and nothing.
+// The same for one batch row with a screen, beside the team form (draft_chain_certify_early.cuh):
+// its blocks, 0 where it does not suit, and the launch; otherwise not *done, and nothing.
 int draft_chain_early_blocks(const ChainBlockParams& p, int* blocks);
-int draft_chain_certify_early_cuda(const ChainBlockParams& p, bool* done, void* stream);
+int draft_chain_certify_early_cuda(const ChainBlockParams& p, int round, bool* done, void* stream);
 // Exact drafts of the rows of round 2, a pass over W2 each.
 int draft_chain_finish_cuda(const ChainBlockParams& p, void* stream);
 // The whole draft by single blocks: always, or where control->aborted.

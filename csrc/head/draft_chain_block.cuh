@@ -26,22 +26,17 @@
 
 namespace domino {
 
-// Where that many rows missed their pools, few of them would be right the second time: the dense
-// steps follow in any case, and a pass over W2 costs the same for all rows as for some.
-__device__ __forceinline__ bool restart_is_vain(int pending, int rows) {
-  return rows > 2 * kColumns && 4 * pending > 3 * rows;
-}
-
 // By all threads of every block of a launch: the rows of round 1 become rows of round 2, once all
-// blocks have seen them. pending: row p.row0 + threadIdx.x is one.
-__device__ __forceinline__ void leave_to_finish(const ChainBlockArgs& p, bool pending, int* last) {
+// blocks have seen them. pending: row p.row0 + threadIdx.x is one. cut: so do all others.
+__device__ __forceinline__ void leave_to_finish(const ChainBlockArgs& p, bool pending, bool cut,
+                                                int* last) {
   if (threadIdx.x == 0) *last = atomicAdd(&p.control->left, 1u) == gridDim.x - 1;
   __syncthreads();
   if (!*last) return;
   if (threadIdx.x == 0) p.control->left = 0;
   if (!pending) return;
   const int64_t b = p.row0 + threadIdx.x;
-  p.first_of(2)[b] = p.first_of(1)[b];
+  p.first_of(2)[b] = p.first_of(cut ? 0 : 1)[b];
   p.first_of(1)[b] = p.row_done();
 }
 
@@ -92,11 +87,12 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     const int all_rows = static_cast<int>(
         min(static_cast<int64_t>(p.chain_blocks / kGroup * p.group_rows), p.batch - p.row0));
     const int64_t b = p.row0 + threadIdx.x;
-    const bool pending = threadIdx.x < all_rows && p.first_of(1)[b] < p.row_done();
+    const bool cut = p.control->cut != 0;
+    const bool pending = threadIdx.x < all_rows && p.first_of(cut ? 0 : 1)[b] < p.row_done();
     const int count = __syncthreads_count(pending);
     if (count == 0) return;  // nothing to do in any group: leave all as it is
-    if (restart_is_vain(count, all_rows))
-      return leave_to_finish(p, pending, reinterpret_cast<int*>(memory));
+    if (cut || restart_is_vain(count, all_rows))
+      return leave_to_finish(p, pending, cut, reinterpret_cast<int*>(memory));
   }
   if constexpr (kServed) {
     if (blockIdx.x >= p.chain_blocks) {

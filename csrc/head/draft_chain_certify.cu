@@ -133,9 +133,9 @@ int launch(const ChainBlockParams& p, int round, cudaStream_t stream) {
   if (overlap && device.major == 9) {
     const bool few = p.batch == 1 && p.corrected() <= kFewColumns;
     const bool screen = p.screen != nullptr && is_aligned(p.screen, 16);
-    if (few && round == 0) {
+    if (few) {
       bool done = false;
-      const int status = draft_chain_certify_early_cuda(p, &done, stream);
+      const int status = draft_chain_certify_early_cuda(p, round, &done, stream);
       if (done || status != kOk) return status;
     }
     if (screen && few)

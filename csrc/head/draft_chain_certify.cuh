@@ -222,8 +222,10 @@ __device__ __forceinline__ CertifyColumn certify_column(const ChainBlockParams& 
   const int index = pending_column(pending, n, corrected), b = index / corrected;
   const int draft = static_cast<int>(p.prefix) + index - b * corrected;
   CertifyColumn column{INFINITY, -1, b * static_cast<int>(p.drafts) + draft, index};
-  const uint64_t key = p.keys[column.key];
-  if (draft >= p.first_of(round)[b]) {
+  // not from this processor's cache, which may hold what stood there while the chain still ran
+  const unsigned long long key =
+      __ldcg(reinterpret_cast<const unsigned long long*>(p.keys) + column.key);
+  if (draft >= __ldcg(p.first_of(round) + b)) {
     column.winner = key_value(key);
     column.id = static_cast<int>(key_id(key));
   }
@@ -232,10 +234,11 @@ __device__ __forceinline__ CertifyColumn certify_column(const ChainBlockParams& 
 
 // Scores id `row` (and row + 8, ..: sums[i] belongs to row + 8i) for a column that passed the
 // screen. An id that beats the winner takes its place, and the row starts again behind that draft.
+// vain: nothing is written; what the next call needs is at hand.
 template <int kRows>
 __device__ __noinline__ void certify_ids(const ChainBlockParams& p, int round,
                                          const CertifyColumn& column, int row,
-                                         const float (&sums)[kRows]) {
+                                         const float (&sums)[kRows], bool vain = false) {
   if (column.id < 0) return;
   const int64_t b = column.index / p.corrected(), draft = column.key - b * p.drafts;
 #pragma unroll
@@ -245,8 +248,11 @@ __device__ __noinline__ void certify_ids(const ChainBlockParams& p, int round,
     const float score = base_at(p, b, draft, v) + sums[i];
     if (score < column.winner) continue;  // not so where the winner is NaN
     const unsigned long long key = argmax_key(score, v);
-    if (atomicMax(reinterpret_cast<unsigned long long*>(p.keys) + column.key, key) < key)
-      atomicMin(p.first_of(round + 1) + b, static_cast<int>(draft) + 1);
+    if (vain || atomicMax(reinterpret_cast<unsigned long long*>(p.keys) + column.key, key) >= key)
+      continue;
+    const int before = atomicMin(p.first_of(round + 1) + b, static_cast<int>(draft) + 1);
+    if (round == 0 && p.batch > kCertainRows && before == p.row_done())
+      atomicAdd(&p.control->missed, 1u);
   }
 }
 

@@ -11,7 +11,7 @@ constexpr int kStages =
     std::min<int>(kEarlyStages, (kScreenMemory - kAlign - sizeof(EarlyMemory)) / kEarlyTileBytes);
 
 template <class T>
-int launch(const ChainBlockParams& p, int blocks, void* stream) {
+int launch(const ChainBlockParams& p, int round, int blocks, void* stream) {
   CUtensorMap map;  // 4 bits as 16-bit elements
   if (const int status = make_tile_map(&map, nibble_rows(p.screen, p.vocab, p.rank), DType::kBF16,
                                        p.vocab, nibble_row(p.rank) / 2, kPoolTile);
@@ -24,7 +24,7 @@ int launch(const ChainBlockParams& p, int blocks, void* stream) {
   shape.overlap = true;
   const auto kernel = chain_certify_early<T>;
   if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk) return status;
-  launch_kernel(shape, as_stream(stream), kernel, p, map, kStages, raw);
+  launch_kernel(shape, as_stream(stream), kernel, p, map, round, kStages, raw);
   return launched();
 }
 
@@ -47,12 +47,13 @@ int draft_chain_early_blocks(const ChainBlockParams& p, int* blocks) {
   return kOk;
 }
 
-int draft_chain_certify_early_cuda(const ChainBlockParams& p, bool* done, void* stream) {
+int draft_chain_certify_early_cuda(const ChainBlockParams& p, int round, bool* done, void* stream) {
   int blocks = 0;
   if (const int status = draft_chain_early_blocks(p, &blocks); status != kOk) return status;
   *done = blocks != 0;
   if (!*done) return kOk;
-  return p.dtype == DType::kBF16 ? launch<bf16>(p, blocks, stream) : launch<f16>(p, blocks, stream);
+  return p.dtype == DType::kBF16 ? launch<bf16>(p, round, blocks, stream)
+                                 : launch<f16>(p, round, blocks, stream);
 }
 
 }  // namespace domino

@@ -12,6 +12,8 @@
 // what passes that as well is scored from W2 itself, behind the end of the launch in front, since
 // keys and first drafts are that launch's to write until then.
 //
+// Likewise the second certificate, beside the chain of a restart.
+//
 // A vocabulary of more than 15 tiles of 128 ids for each free processor goes to chain_certify_few.
 // Bytes: W2 in 4 bits once; bound by the instructions that unpack them.
 #pragma once
@@ -31,23 +33,28 @@ constexpr int kEarlyStages = 13;                                  // at most
 constexpr int kEarlyTiles = kEarlyStages + kEarlyHalves;          // of a block
 constexpr int kOwnTiles = ceil_div(kEarlyTiles, kEarlyHalves);    // of a warp
 constexpr int kEarlyTileBytes = kPoolTile * kNibbleRow;
+constexpr uint32_t kUndecided = 1 << 13;  // cycles in which a restart without rows has left
 
 struct EarlyMemory {
   uint4 u[kEarlyColumns][256 / 16 + 1];  // int8, a row each: no bank conflicts
   alignas(16) int limits[kEarlyWarps][kOwnTiles][kTileColumns];
   CertifyColumn columns[kEarlyColumns];
   ScreenColumn quantised[kEarlyColumns];
-  int maxima[kEarlyTiles][kEarlyColumns];  // of base logits, as integers that order them
   int offsets[kEarlyColumns];  // of sums of what the nibbles are to those of what they stand for
   uint64_t full[kEarlyStages];
   uint32_t epoch;  // of the words; 0: none will come
-  int seen;        // columns of u that have come
+  int first;       // the first column to look at
+  int seen;        // columns of u that have come, or that no one looks at
   bool over;       // the launch in front has ended
 };
 
-// The one row of the batch, as certify_marked() wants it.
+// The one row of the batch and eight of its columns, as certify_marked() wants them.
 struct OnlyRow {
   static constexpr const int* list = nullptr;
+};
+struct EightColumns {
+  int eight;
+  __device__ __forceinline__ int operator()(int i) const { return eight * kTileColumns + i; }
 };
 
 // This lane's words of a warp's 16 rows in 4 bits, as ldmatrix has them: those of 64 k are the
@@ -179,6 +186,10 @@ __device__ __noinline__ bool look_closer(const ChainBlockParams& p, const EarlyM
                           __shfl_sync(kFullMask, base[i], from));
     }
   }
+  if (passes)  // what will be scored, by lines
+    for (int i = lane; i < kTileRows * 4; i += kWarpSize)
+      if (const int64_t v = row0 + i / 4; v < p.vocab && i % 4 * 64 < p.rank)
+        prefetch_l2(static_cast<const T*>(p.w2) + v * p.rank + i % 4 * 64);
   return passes;
 }
 
@@ -202,11 +213,11 @@ __device__ __noinline__ float most_base(const ChainBlockParams& p, int j, int64_
 }
 
 // Grid: blocks with kEarlyTiles tiles of 128 ids each at most. map: the rows in 4 bits, in those
-// tiles. stages: tiles in shared memory. raw: see most_base().
+// tiles. round: of p.first_of(). stages: tiles in shared memory. raw: see most_base().
 template <class T>
 __global__ void __launch_bounds__(kEarlyThreads, 1)
     chain_certify_early(const __grid_constant__ ChainBlockParams p,
-                        const __grid_constant__ CUtensorMap map, int stages, bool raw) {
+                        const __grid_constant__ CUtensorMap map, int round, int stages, bool raw) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char unaligned[];
   char* const ring = unaligned + (-shared_address(unaligned) & 1023);
@@ -225,12 +236,9 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
   volatile bool& over = memory.over;
   if (threadIdx.x == 0) {
     over = false;
-    memory.seen = 0;
     for (int stage = 0; stage < stages; ++stage) init_barrier(&memory.full[stage], 1);
     fence_barriers();
   }
-  for (int i = threadIdx.x; i < kEarlyTiles * kEarlyColumns; i += kEarlyThreads)
-    memory.maxima[i / kEarlyColumns][i % kEarlyColumns] = INT32_MIN;
   __syncthreads();
   const auto join = [] {  // of those that multiply and the feeding warp
     asm volatile("bar.sync 1, %0;" ::"n"(kEarlyMultipliers + kWarpSize) : "memory");
@@ -242,14 +250,26 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
   }
   if (warp == kEarlyWarps) {
     if (lane == 0) {
+      // A restart mostly leaves at once: without a look at memory, which would still be on its way.
+      if (round > 0)
+        for (const uint32_t since = cycles(); !over && cycles() - since < kUndecided;) {
+        }
       // not among the loads that the chain's first steps wait for; the chain takes longer than this
       uint32_t begun = 0;
-      for (int i = 0; i < 64 && !over && begun == 0; ++i) {
-        begun = *const_cast<const volatile uint32_t*>(&p.control->begun);
+      for (int i = 0; (round > 0 || i < 64) && !over && begun == 0; ++i) {
+        begun = *const_cast<const volatile uint32_t*>(&p.control->begun[round]);
         if (begun == 0) __nanosleep(250);
       }
-      memory.epoch = over ? 0 : words_epoch(begun);
-      for (int n = 0; n < min(stages, count); ++n) {
+      const bool told = !over && begun != 0;
+      int first = 0;  // column
+      if (round > 0) {
+        if (!told) previous_launch_done();
+        first =
+            (told ? begun_draft(begun) : __ldcg(p.first_of(round))) - static_cast<int>(p.prefix);
+      }
+      memory.epoch = told ? begun_epoch(begun) : 0;
+      memory.first = memory.seen = first;
+      for (int n = 0; first < columns && n < min(stages, count); ++n) {
         arrive_with_bytes(&memory.full[n], kEarlyTileBytes);
         copy_tile(shared_address(ring) + n * kEarlyTileBytes, map, tile_of(n) * kPoolTile, 0,
                   &memory.full[n]);
@@ -258,11 +278,13 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
     __syncwarp();
     join();
     const uint32_t epoch = memory.epoch;
-    for (int eight = 0; eight <= last; ++eight) {
+    const int first = memory.first;
+    if (first >= columns) return previous_launch_done();
+    for (int eight = first / kTileColumns; eight <= last; ++eight) {
       const int column = eight * kTileColumns + lane;
       if (lane < kTileColumns) {
         CertifyColumn of{INFINITY, -1, 0, 0};
-        if (column < columns) {
+        if (column >= first && column < columns) {
           const ChainWords words(ChainExchange(p.exchange, static_cast<int>(p.units), rank, epoch));
           const int draft = column + static_cast<int>(p.prefix);
           unsigned long long key = 0;
@@ -272,7 +294,7 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
             of = {key_value(key), static_cast<int>(key_id(key)), draft, column};
           } else {
             previous_launch_done();
-            of = certify_column(p, 0, OnlyRow(), column);
+            of = certify_column(p, round, OnlyRow(), column);
           }
         }
         memory.columns[column] = of;
@@ -284,7 +306,16 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
   }
   join();
   const uint32_t epoch = memory.epoch;
+  const int first = memory.first;
   if (epoch == 0) previous_launch_done();
+  if (first >= columns) return previous_launch_done();
+
+  const auto score = [&](int row0, int eight, bool vain) {
+    certify_marked<T, true, false>(p, round, OnlyRow(), row0, EightColumns{eight},
+                                   min(kTileColumns, columns - eight * kTileColumns), vain);
+  };
+  // While there is time: the code is at hand at the end.
+  if (round == 0 && warp == kEarlyWarps - 1) score(0, 0, true);
 
   // Rows 16 (warp % 8) .. of a half of the tiles; the last of them in registers.
   const int half = warp / kTileWarps, row = warp % kTileWarps * kTileRows;
@@ -308,49 +339,18 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
 #pragma unroll
     for (int eight = 0; eight < 2; ++eight) {
       const int column = eight * kTileColumns + lane % kTileColumns;
-      base[i][eight] = n < own && column < columns
+      base[i][eight] = n < own && column >= first && column < columns
                            ? most_base<T>(p, column + static_cast<int>(p.prefix), row_of(n), raw)
                            : 0.0f;
     }
   }
-  // What the launches behind take the largest base logits of 128 ids from.
-  const auto ordered = [](float x) {
-    const int bits = __float_as_int(x);
-    return bits ^ (bits >> 31 & 0x7fffffff);
-  };
-  const auto place_of = [&](int n) {
-    return n < staged ? n * kEarlyHalves + half : kEarlyStages + half;
-  };
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i)
-#pragma unroll
-    for (int eight = 0; eight < 2; ++eight) {
-      const int n = lane / kTileColumns + 4 * i,
-                column = eight * kTileColumns + lane % kTileColumns;
-      if (n < own && column < columns)
-        atomicMax(&memory.maxima[place_of(n)][column], ordered(base[i][eight]));
-    }
-  asm volatile("bar.sync 2, %0;" ::"n"(kEarlyMultipliers) : "memory");
-  if (row == 0)
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight) {
-        const int n = lane / kTileColumns + 4 * i;
-        const int column = eight * kTileColumns + lane % kTileColumns;
-        if (n < own && column < columns) {
-          const int most = memory.maxima[place_of(n)][column];
-          p.tile_max[static_cast<int64_t>(row_of(n) / kPoolTile) * columns + column] =
-              __int_as_float(most ^ (most >> 31 & 0x7fffffff));
-        }
-      }
   // u of this warp's column, in int8 to shared memory.
   const auto take_column = [&] {
     static_assert(kEarlyWarps == kEarlyColumns);
     using Column = Quantiser<T, kWarpSize>;
     const int column = warp;
     Column u{};
-    if (column < columns) {
+    if (column >= first && column < columns) {
       const ChainWords words(ChainExchange(p.exchange, static_cast<int>(p.units), rank, epoch));
       const uint32_t tag = epoch + static_cast<uint32_t>(column + p.prefix);
       volatile int& seen = memory.seen;  // one column after the other: few words are looked at
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
 
   uint32_t marked = 0;  // tiles with ids to score, of the first eight and of the last
 #pragma unroll 1
-  for (int eight = 0; eight <= last; ++eight) {
+  for (int eight = first / kTileColumns; eight <= last; ++eight) {
     if (warp / kTileColumns == eight) take_column();
     join();
 #pragma unroll
@@ -421,16 +421,17 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
       const int n = __ffs(reached) - 1;
       const uint32_t tile =
           n < staged ? shared_address(ring) + (n * kEarlyHalves + half) * kEarlyTileBytes : 0;
-      if (look_closer<T>(p, memory, tile, row_of(n), n, eight))
-        marked |= 1u << (eight * kOwnTiles + n);
+      if (!look_closer<T>(p, memory, tile, row_of(n), n, eight)) continue;
+      marked |= 1u << (eight * kOwnTiles + n);
+      if (eight == last) continue;
+      // so that the restart's chain loads its weights meanwhile
+      if (lane == 0) *const_cast<volatile uint32_t*>(&p.control->found) = 1;
     }
   }
   previous_launch_done();
   for (; marked != 0; marked &= marked - 1) {
     const int eight = (__ffs(marked) - 1) / kOwnTiles, n = (__ffs(marked) - 1) % kOwnTiles;
-    certify_marked<T, true, false>(
-        p, 0, OnlyRow(), row_of(n), [eight](int i) { return eight * kTileColumns + i; },
-        min(kTileColumns, columns - eight * kTileColumns));
+    score(row_of(n), eight, false);
   }
 #endif
 }

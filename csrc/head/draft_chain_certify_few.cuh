@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
       copy_tile(shared_address(ring) + stage * kStageBytes + i * (kFewRows * kTileWidth * 2), map,
                 tile * kFewRows, i * kTileWidth, &memory.full[stage]);
   };
-  const volatile uint32_t* const begun = &p.control->begun;
+  const volatile uint32_t* const begun = &p.control->begun[0];
   volatile bool& over = memory.over;
   const int own = max(stages, 3 * tiles / (4 * blocks));  // without a ticket
   // Weights do not depend on the launch in front, and in the first round there is surely work.

@@ -154,10 +154,11 @@ __device__ __forceinline__ int screen_limit(float winner, float most_base, const
 
 // Scores 16 rows of W2 with `count` columns, the i-th at(i), and what of them beats a winner takes
 // its place. kOne: 8 at most, so that all loads are on their way together: with one winner outside
-// at batch 1 a loop took 6 us more. kMaxima: there is p.tile_max.
+// at batch 1 a loop took 6 us more. kMaxima: there is p.tile_max. vain: see certify_ids().
 template <class T, bool kOne, bool kMaxima = true, class Pending, class At>
 __device__ __noinline__ void certify_marked(const ChainBlockParams& p, int round,
-                                            const Pending& pending, int row, At at, int count) {
+                                            const Pending& pending, int row, At at, int count,
+                                            bool vain = false) {
   const ScoreSteps steps(p.rank);
   const int g = lane_id() / 4, t = lane_id() % 4, corrected = static_cast<int>(p.corrected());
   const auto inside = [&](int step) { return steps.used(step) && steps.k(step) < steps.rank; };
@@ -180,7 +181,10 @@ __device__ __noinline__ void certify_marked(const ChainBlockParams& p, int round
     uint2 b[kScoreSteps] = {};
 #pragma unroll
     for (int step = 0; step < kScoreSteps; ++step)
-      if (inside(step)) b[step] = *reinterpret_cast<const uint2*>(u + steps.k(step));
+      if (inside(step)) {
+        const auto* const two = reinterpret_cast<const uint2*>(u + steps.k(step));
+        b[step] = kOne ? __ldcg(two) : *two;
+      }
     CertifyColumn of[2];
     float most[2];
 #pragma unroll
@@ -200,8 +204,9 @@ __device__ __noinline__ void certify_marked(const ChainBlockParams& p, int round
         return (chain[0][j] + chain[1][j]) + (chain[2][j] + chain[3][j]);
       };
       const float sums[2] = {sum(i), sum(2 + i)};
+      if (kOne && vain) of[i].winner = -INFINITY, of[i].id = static_cast<int>(p.vocab);
       if (eight + 2 * t + i < count && !(fmaxf(sums[0], sums[1]) + most[i] < of[i].winner))
-        certify_ids(p, round, of[i], row + g, sums);
+        certify_ids(p, round, of[i], row + g, sums, kOne && vain);
     }
   }
 }
@@ -461,6 +466,13 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
     if (lane < kMarkBytes / 4)
       mark = reinterpret_cast<const uint32_t*>(marks + n * kMarkBytes)[lane];
     if (!__any_sync(kFullMask, mark != 0)) continue;
+    // Then all rows go to the dense steps, which come to the same ids and restarts wherever a row
+    // begins. Heads without a GRU start again in any case.
+    if (round == 0 && p.w_hh != nullptr && p.batch > kCertainRows &&
+        restart_is_vain(*const_cast<const volatile uint32_t*>(&p.control->missed), p.batch)) {
+      if (lane == 0) p.control->cut = 1;
+      return;
+    }
     int end = __popc(mark);  // of this lane's columns in the list
 #pragma unroll
     for (int step = 1; step < kWarpSize; step *= 2) {

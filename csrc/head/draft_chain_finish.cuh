@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
   T* const states = static_cast<T*>(p.states);
   for (int n = threadIdx.x; n < pending.count; n += kFinishThreads) {
     starts[n] = min(p.first_of(kRound)[list[n]], drafts);
-    if (blockIdx.x == 0) take_restart(p, kRound, list[n]);
+    if (blockIdx.x == 0 && starts[n] > p.prefix) take_restart(p, kRound, list[n]);
   }
   __syncthreads();
   int begin = drafts;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
             *reinterpret_cast<const uint4*>(static_cast<const T*>(p.embedding) + y * rank + k);
       }
     }
-    for (int turn = blockIdx.x; turn < state_turns; turn += gridDim.x) {
+    for (int turn = blockIdx.x; j > p.prefix && turn < state_turns; turn += gridDim.x) {
       const int tile = turn % (units / 16), first = turn / (units / 16) * kRows, n = first + column;
       const bool mine = pends(n, j);
       const auto token = [&](int n) { return clamp_id(key_id(__ldcg(key_at(n, j - 1))), p.vocab); };
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
     together = barrier();
 
     // u
-    for (int turn = blockIdx.x; together && turn < low_turns; turn += gridDim.x) {
+    for (int turn = blockIdx.x; j > p.prefix && together && turn < low_turns; turn += gridDim.x) {
       const int tile = turn % (rank / 16), first = turn / (rank / 16) * kTileColumns;
       if (turn != blockIdx.x) load_low_weights(turn);
       low_product.load_states(0, pends(first + g, j) ? state_at(first + g, j) : nullptr, units);
@@ -365,8 +365,11 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
     // A row that left out round 1 would have started again behind a winner that its pool lacks.
     if (p.restarts && p.first_of(1)[list[n]] == p.row_done() &&
         !in_pool(p, list[n], j, static_cast<int>(key_id(key))))
-      atomicMax(p.restarts + list[n], 2);
+      atomicAdd(p.restarts + list[n], 1);
   }
+  __syncthreads();  // this block alone counts them
+  for (int n = threadIdx.x; together && p.restarts && n < pending.count; n += kFinishThreads)
+    atomicMin(p.restarts + list[n], 2);
   if (threadIdx.x == 0) p.control->left = p.control->arrived = 0;
   if constexpr (kGru) {
     if (!__syncthreads_or(aborted() != 0)) return;

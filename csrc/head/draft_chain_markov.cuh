@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kMarkovThreads, 2)
     if (member == 0 && thread == 0) {
       report(j, best);
       p.keys[b * drafts + j] = best;
-      if (b == 0 && step == 1) p.control->begun = 2;  // no epoch: sends no words
+      if (b == 0 && step == 1) p.control->begun[0] = 2;  // no epoch: sends no words
     }
   }
 }

@@ -466,8 +466,8 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   allow_next_launch();
   int block = blockIdx.x;
   if (block == 0 && threadIdx.x == 0) {
-    p.control->aborted = p.control->begun = 0;
-    p.control->tickets[0] = p.control->tickets[1] = 0;
+    p.control->aborted = p.control->found = p.control->missed = p.control->cut = 0;
+    for (int round = 0; round < 2; ++round) p.control->begun[round] = p.control->tickets[round] = 0;
   }
   const int others = launch.hoist_blocks + launch.winner_blocks + launch.tile_blocks;
   const int first = launch.pass_first ? 0 : others;

@@ -26,7 +26,8 @@
 
 namespace domino {
 
-constexpr uint32_t kSettling = 1 << 17;  // cycles, about 66 us: no message takes as long
+static_assert(kTeamRows <= kCertainRows);  // no certificate of its rows is cut
+constexpr uint32_t kSettling = 1 << 17;    // cycles, about 66 us: no message takes as long
 
 // kSteps: MMAs that a part of the units takes; kRank: TeamRole; kTeam: blocks of a cluster.
 template <class T, int kSteps, int kRank, int kTeam>
@@ -35,16 +36,31 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
   __shared__ int start[kTeamRows];  // the first draft of each row of the launch
   const int drafts = static_cast<int>(p.drafts), thread = static_cast<int>(threadIdx.x);
 
-  if (p.restart) {        // nothing to do in any block: leave all as it is
-    allow_next_launch();  // which waits for this one, and mostly leaves at once as well
+  const auto nothing_to_do = [&] {  // in any block: leave all as it is
     previous_launch_done();
     const bool pending = thread < p.teams && p.first_of(1)[p.row0 + thread] < p.row_done();
-    if (!__syncthreads_or(pending)) return;
+    return __syncthreads_or(pending) == 0;
+  };
+  bool ahead = false;  // weights come while the certificate ends, because it has found something
+  if (p.restart) {
+    allow_next_launch();  // which waits for this one, and mostly leaves at once as well
+    const volatile uint32_t* const found = &p.control->found;
+    ahead = __syncthreads_or(thread == 0 && *found != 0);
+    if (!ahead && nothing_to_do()) return;
   }
-  // no launch in front that still runs changes it
-  const uint32_t epoch = p.control->epoch + 1;
-  const ChainExchange exchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank),
-                               epoch);
+  // no launch in front that still runs changes it, unless loads are ahead
+  uint32_t epoch = p.control->epoch + 1;
+  const auto exchange_of = [&] {
+    return ChainExchange(p.exchange, static_cast<int>(p.units), static_cast<int>(p.rank), epoch);
+  };
+  ChainExchange exchange = exchange_of();
+  const auto in_vain = [&] {
+    if (!ahead) return false;
+    if (nothing_to_do()) return true;
+    epoch = *const_cast<const volatile uint32_t*>(&p.control->epoch) + 1;
+    exchange = exchange_of();
+    return false;
+  };
   const auto gives_up = [&] {
     const volatile ChainControl* const control = p.control;
     const uint32_t aborted = control->aborted, mute = control->mute;  // both on their way at once
@@ -68,6 +84,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
     TeamRole<T, kSteps, kRank, kTeam> role(p, memory);
     const bool first_state = !p.restart && p.temperature == nullptr && p.prefix > 0;
     role.load(exchange, first_state);
+    if (in_vain()) return;
     const bool runs = begin();
     const int first = start[role.team];
     if (runs && first < drafts) role.run(exchange, first, first_state ? 1 : first, epoch);
@@ -75,6 +92,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
     const int unit0 = (blockIdx.x - p.teams * kTeam) * kStateUnits;
     StateRole<T, kSteps> role;
     role.load(p, memory, unit0);
+    if (in_vain()) return;
     const bool runs = begin();
     exchange.clear_other((blockIdx.x - p.teams * kTeam) * kTeamThreads + thread,
                          (gridDim.x - p.teams * kTeam) * kTeamThreads);
