@@ -92,8 +92,8 @@ SPILLS = {
     # launches of 80 registers, to fit beside the one in front: the form with pools
     "verify_tree": 72,
     # judges and readers share 64 registers, and the judges spill; verify_draw of 80 registers 184
-    "verify_cut": 400,
-    "verify_dense": 648,  # the same with rows of q, outside its loops
+    "verify_cut": 368,
+    "verify_dense": 620,  # the same with rows of q, outside its loops
     "verify_listed": 184,  # outside its loops
     "verify_ranked": 760,  # of rows that go by value; the others' kernel 8
 }

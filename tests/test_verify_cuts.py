@@ -297,6 +297,32 @@ def test_top_k_of_a_ragged_batch():
             assert_same(kernel, verify_chain(**arguments))
 
 
+def test_races_closer_than_what_is_known_of_a_dense_law():
+    """p is q but for what the filter removes: relu(p - q) is 1e-3 of q and less, down to nothing.
+    With q known to 2e-5 it stays open which token replaces a removed draft."""
+    generator = torch.Generator().manual_seed(20261207)
+    batch, drafts, vocab, kept = 140, 2, 2000, 50
+    depth = torch.linspace(11, 20, batch)[:, None, None]
+    target = torch.randn(batch, drafts + 1, vocab, generator=generator) - depth
+    target[..., :kept] += depth
+    target = target.to(torch.bfloat16)
+    arguments = dict(
+        target_logits=target,
+        draft_tokens=torch.randint(kept, vocab, (batch, drafts), generator=generator),
+        rule="token",
+        temperature=torch.ones(batch),
+        draft_temperature=torch.ones(batch),
+        draft_logits=target[:, :drafts].contiguous(),
+        seed=torch.arange(batch),
+        block_start=torch.arange(batch) * 7,
+        top_k=torch.full((batch,), kept, dtype=torch.int32),
+        logprobs=False,
+    )
+    expected = verify_chain(**arguments)
+    assert (expected.num_accepted == 0).all() and (expected.tokens[:, 0] < kept).all()
+    assert_same(verify_chain(**to(arguments, "cuda")), expected)
+
+
 @pytest.mark.parametrize(
     "rule, form",
     [("token", f) for f in ("none", "pool", "scalar", "dense")]

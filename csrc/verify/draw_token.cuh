@@ -148,35 +148,59 @@ static __device__ __noinline__ void sum_draft_by_cluster(const RowCluster cluste
   __syncthreads();
 }
 
-// draw_token() among the row's kept tokens, as they are listed: every block for itself.
+// draw_token() among the row's kept tokens, as they are listed: every block for itself. error: of
+// the sum of q, relative; -1 says as well that it leaves open which token is drawn.
 static __device__ __noinline__ int64_t race_kept(const ChainRequest& r, int i, Outcome outcome,
                                                  const SlotVerdict& slot, const uint64_t* tokens,
-                                                 const RaceNoise& noise, float reach = 1.0f) {
+                                                 const RaceNoise& noise, float reach = 1.0f,
+                                                 float error = 0.0f) {
   const RowLaw law(slot.top, slot.sum, law_scale(r.temperature));
   const SlotQ q{(slot.status & kTakenAsOneHot) != 0, slot.draft_top, slot.draft_sum};
   const DrawWeights weights = draw_weights(r, i, outcome, q, law, slot.filter, reach);
   // not through the weights: ptxas 13.0 then takes the row for local memory here
   const RowSource<bf16> draft = draft_source(r, i);
   const int kept = static_cast<int>(slot.status >> kKeptShift);
-  unsigned long long key = kNoWinner;
-#pragma unroll 1
-  for (int n = threadIdx.x; n < kept; n += kDrawThreads) {
-    const uint64_t word = __ldcg(reinterpret_cast<const unsigned long long*>(tokens) + n);
+  static_assert(kKeptTokens <= kDrawThreads);
+  unsigned long long key = kNoWinner;    // by the latest that the token's time can be
+  unsigned long long early = kNoWinner;  // by the earliest
+  if (static_cast<int>(threadIdx.x) < kept) {
+    const uint64_t word = __ldcg(reinterpret_cast<const unsigned long long*>(tokens) + threadIdx.x);
     const uint32_t token = static_cast<uint32_t>(word);
-    if (token == weights.without) continue;
-    const NoiseWords four = noise.words(token / 4);
-    const uint32_t random = token % 4 == 0   ? four.word[0]
-                            : token % 4 == 1 ? four.word[1]
-                            : token % 4 == 2 ? four.word[2]
-                                             : four.word[3];
-    float weight = weights.scaled(ListedOrder::logit(word));
-    if (weights.q == DraftLaw::kDense)
-      weight = add_rn(weight, -weights.draft.probability(draft.at(token)));
-    const unsigned long long mine = race_key(weight, random, token);
-    key = mine < key ? mine : key;
+    if (token != weights.without) {
+      const NoiseWords four = noise.words(token / 4);
+      const uint32_t random = token % 4 == 0   ? four.word[0]
+                              : token % 4 == 1 ? four.word[1]
+                              : token % 4 == 2 ? four.word[2]
+                                               : four.word[3];
+      const float upper = weights.scaled(ListedOrder::logit(word));
+      const float of_q =
+          weights.q == DraftLaw::kDense ? weights.draft.probability(draft.at(token)) : 0.0f;
+      key = race_key(add_rn(upper, -fma_rn(of_q, error, of_q)), random, token);
+      early = race_key(add_rn(upper, -fma_rn(of_q, -error, of_q)), random, token);
+    }
   }
-  key = least_of_block(key);
-  return key == kNoWinner ? -1 : static_cast<int64_t>(key & 0xffffffffu);
+  const unsigned long long least = least_of_block(key);
+  if (error > 0.0f) {
+    const unsigned long long other = least_of_block(key == least ? kNoWinner : early);
+    if (other >> 32 <= least >> 32) return -1;
+  }
+  return least == kNoWinner ? -1 : static_cast<int64_t>(least & 0xffffffffu);
+}
+
+// The same for the token that replaces the draft of slot i where the sum of its row of q is known
+// about, from q of the draft.
+static __device__ __forceinline__ int64_t race_kept_about(const ChainRequest& r, int i,
+                                                          const SlotVerdict& slot,
+                                                          const uint64_t* tokens,
+                                                          const BlockNoise& noise) {
+  const RowLaw law(slot.draft_top, 1, law_scale(r.draft_temperature));
+  const float weight = law.weight(draft_source(r, i).at(r.draft_token(i)));
+  const float sum = weight / slot.race_mass * kFixedOne;
+  if (!(sum >= kFixedOne && sum < 0x1p63f)) return -1;
+  SlotVerdict about = slot;
+  about.draft_sum = static_cast<uint64_t>(sum);
+  const RaceNoise race{noise, race_noise(r, i, Outcome::kResidual).purpose, i};
+  return race_kept(r, i, Outcome::kResidual, about, tokens, race, 1.0f, about_error(r.p.vocab));
 }
 
 }  // namespace domino

@@ -97,28 +97,36 @@ class RowCounter {
     if (threadIdx.x == 0 && bounded_) s_.found.bound = bound_;
   }
 
+  __device__ __forceinline__ bool bounded() const { return bounded_; }
+
   // Eight logits, those of the tokens from `token` on.
   __device__ __forceinline__ void add(const Group<bf16>& group, int token) {
+    if (bounded_)
+      list(group, token);
+    else
+      count(group);
+  }
+  // The same where the counter is not bounded().
+  __device__ __forceinline__ void count(const Group<bf16>& group) {
     const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
-    const uint32_t most =
-        max_nan(max_nan(words[0], words[1], bf16{}), max_nan(words[2], words[3], bf16{}), bf16{});
-    most_ = max_nan(most_, most, bf16{});
-    if (!bounded_) {
-      uint32_t nearest = 0;
+    meet(group);
+    uint32_t nearest = 0;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        // 2^15 less the magnitude, 0 for 0
-        nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
-        const uint32_t bins = value_bins(words[n]);
-        atomicAdd(&s_.count[bins & 0xffffu], 1u);
-        atomicAdd(&s_.count[bins >> 16], 1u);
-      }
-      if (((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0) {
-#pragma unroll
-        for (int n = 0; n < 2 * 4; ++n) note_near(s_, words[n / 2] >> (n % 2 * 16));
-      }
-      return;
+    for (int n = 0; n < 4; ++n) {
+      // 2^15 less the magnitude, 0 for 0
+      nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
+      const uint32_t bins = value_bins(words[n]);
+      atomicAdd(&s_.count[bins & 0xffffu], 1u);
+      atomicAdd(&s_.count[bins >> 16], 1u);
     }
+    if (((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0) {
+#pragma unroll
+      for (int n = 0; n < 2 * 4; ++n) note_near(s_, words[n / 2] >> (n % 2 * 16));
+    }
+  }
+  // And where it is.
+  __device__ __forceinline__ void list(const Group<bf16>& group, int token) {
+    const uint32_t most = meet(group);
     if (!(fmaxf(low_half(most, bf16{}), high_half(most, bf16{})) >= bound_)) return;
     const uint32_t at = atomicAdd(&s_.found.listed, 1u);
     if (at < kListedGroups) {
@@ -140,6 +148,14 @@ class RowCounter {
   ListedShared& s_;
 
  private:
+  // The greatest logits of a group's halves.
+  __device__ __forceinline__ uint32_t meet(const Group<bf16>& group) {
+    const uint4& words = group.words;
+    const uint32_t most =
+        max_nan(max_nan(words.x, words.y, bf16{}), max_nan(words.z, words.w, bf16{}), bf16{});
+    most_ = max_nan(most_, most, bf16{});
+    return most;
+  }
   static __device__ __forceinline__ void sync_readers() {
     asm volatile("barrier.cta.sync 1, %0;" ::"n"(kReaders) : "memory");
   }

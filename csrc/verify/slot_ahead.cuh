@@ -180,7 +180,9 @@ __device__ __forceinline__ void write_verdict(const Slot& verdict, int32_t winne
   out->argmax = stats.argmax;
   out->draft_sum = slot.draft_sum;
   out->draft_top = slot.draft_top;
-  out->race_mass = race_mass(verdict, law, filter, slot, stats.sum);
+  out->race_mass = verdict.outcome == Outcome::kResidual && !verdict.one_hot
+                       ? verdict.q
+                       : race_mass(verdict, law, filter, slot, stats.sum);
 }
 
 // What becomes of a slot whose row has a cut.

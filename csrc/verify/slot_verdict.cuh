@@ -16,7 +16,7 @@ struct alignas(16) SlotVerdict {
   int32_t argmax;
   uint64_t draft_sum;  // of a pool
   float draft_top;
-  float race_mass;  // of what a race without q draws from, about
+  float race_mass;  // of what a race without q draws from, about; behind a coin that q lost, q
 };
 static_assert(sizeof(SlotVerdict) == 64);
 

@@ -3,11 +3,11 @@
 // after the other. Most of its warps read, and go on to the next row; the others find where the
 // filters cut the row that has been read, and judge its draft. So no block's loads stop while it
 // judges. Rows are taken slot by slot over the batch, and what lies behind a draft that has been
-// rejected by then is left out. Where a row has a top-k, cut, verdict and race need no more than the tokens above a bound
-// (listed_tokens.cuh); otherwise values are counted (row_counter.cuh). Requests without a filter
-// take the row's statistics instead, chunk by chunk as in row_chunks.cuh. With dense q the row of q
-// follows its target row (draft_row.cuh). Bytes: every row once; bound by HBM, without a top-k as
-// much by shared memory.
+// rejected by then is left out. Where a row has a top-k, cut, verdict and race need no more than
+// the tokens above a bound (listed_tokens.cuh); otherwise values are counted (row_counter.cuh).
+// Requests without a filter take the row's statistics instead, chunk by chunk as in row_chunks.cuh.
+// With dense q the row of q follows its target row (draft_row.cuh). Bytes: every row once; bound by
+// HBM, without a top-k as much by shared memory.
 #pragma once
 
 #include "verify/draft_row.cuh"
@@ -186,7 +186,7 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
       counter.bound_by(top, static_cast<uint32_t>(filters.top_k),
                        reinterpret_cast<KeyBins*>(buffer.listed.at));
     }
-    const auto count = [&](Group<bf16>(&groups)[kLaneGroups], int chunk) {
+    const auto take = [&](Group<bf16>(&groups)[kLaneGroups], int chunk, auto add) {
       const int token = chunk * kChunk + lane * kGroup;
       int next = chunk + 2 * kRowReadWarps;
       const bf16* from = source.data;
@@ -194,15 +194,21 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
         from = draft;
         next = draft_chunk(next - own);
       }
-      take_chunk(groups, source_at(from, vocab), next, last, [&](const Group<bf16>& group, int g) {
-        counter.add(group, token + g * kGroupStep);
-      });
+      take_chunk(groups, source_at(from, vocab), next, last,
+                 [&](const Group<bf16>& group, int g) { add(group, token + g * kGroupStep); });
     };
+    const auto take_all = [&](auto add) {
 #pragma unroll 1
-    for (int chunk = warp; chunk < last; chunk += 2 * kRowReadWarps) {
-      count(ahead, chunk);
-      if (chunk + kRowReadWarps < last) count(later, chunk + kRowReadWarps);
-    }
+      for (int chunk = warp; chunk < last; chunk += 2 * kRowReadWarps) {
+        take(ahead, chunk, add);
+        if (chunk + kRowReadWarps < last) take(later, chunk + kRowReadWarps, add);
+      }
+    };
+    // a loop each: what is listed takes a tenth of the code
+    if (kRanks && counter.bounded())
+      take_all([&](const Group<bf16>& group, int token) { counter.list(group, token); });
+    else
+      take_all([&](const Group<bf16>& group, int) { counter.count(group); });
     counter.leave_top();
     arrive_at<Stage::kRead>(at);
     if constexpr (kDense) {

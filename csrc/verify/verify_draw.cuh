@@ -84,8 +84,12 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     if (last >= 0) break;
     if constexpr (kDense) {
       if (outcome == Outcome::kResidual && has_draft_row(r, stop) && slot.draft_sum == 0 &&
-          (slot.status & kTakenAsOneHot) == 0)
+          (slot.status & kTakenAsOneHot) == 0) {
+        if (slot.outcome == Outcome::kResidual && slot.status >> kKeptShift != 0)
+          last = race_kept_about(r, stop, slot, kept_tokens(chunks, p, b, stop), noise);
+        if (last >= 0) break;
         sum_draft_by_cluster(cluster, r, stop, chunks, &slot);
+      }
     }
 #pragma unroll 1
     for (;;) {
