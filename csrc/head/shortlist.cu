@@ -29,11 +29,10 @@ int launch(const ShortlistParams& p, bool aligned, const DeviceInfo& device, cud
   while (!portable && cluster < kMaxCluster && bytes() > kMostKeys) cluster *= 2;
   const bool in_memory = bytes() <= kMostKeys;
   const auto select = shortlist_select<Values>;
-  cudaError_t error = cudaFuncSetAttribute(select, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(kMostKeys));
-  if (error == cudaSuccess && cluster > 8)
-    error = cudaFuncSetAttribute(select, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error != cudaSuccess) return error;
+  int status = allow_shared_memory(select, kMostKeys);
+  if (status == kOk && cluster > 8)
+    status = set_attribute(select, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (status != kOk) return status;
   shape = {dim3(rows * cluster), kSelectThreads};
   shape.shared = in_memory ? bytes() : 0;
   shape.cluster = static_cast<int>(cluster);

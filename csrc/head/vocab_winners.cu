@@ -16,9 +16,7 @@ int launch(const VocabWinnersParams& p, const DeviceInfo& device, cudaStream_t s
   if (warps < 1) return kBadArgument;
   LaunchShape shape{dim3(device.processors), kWinnersWarps * kWarpSize};
   shape.shared = warps * kStage + kFixed;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
-  if (error != cudaSuccess) return error;
+  if (const int status = allow_shared_memory(kernel, shape.shared); status != kOk) return status;
   const bool raw = raw_base_logits(p.base_logits, p.vocab, p.base_batch_stride, p.base_slot_stride,
                                    p.base_dtype == p.dtype, p.bias || p.mask);
   constexpr int kThreads = 256;

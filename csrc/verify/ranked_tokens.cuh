@@ -74,18 +74,15 @@ __device__ __forceinline__ uint32_t key_half(uint32_t key) {  // bf16
   return key & 0x8000u ? key & 0x7fffu : ~key & 0xffffu;
 }
 
-// 1 in each half where a is greater, or at least b, otherwise 0; bf16.
+// 1 in each half where a is greater than b, or with kOrEqual at least b, otherwise 0; bf16.
+template <bool kOrEqual>
 __device__ __forceinline__ uint32_t greater_halves(uint32_t a, uint32_t b) {
   uint32_t out = 0;
 #if __CUDA_ARCH__ >= 900
-  asm("set.gt.bf16x2.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-#endif
-  return out;
-}
-__device__ __forceinline__ uint32_t at_least_halves(uint32_t a, uint32_t b) {
-  uint32_t out = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  if constexpr (kOrEqual)
+    asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  else
+    asm("set.gt.bf16x2.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
 #endif
   return out;
 }
@@ -183,10 +180,10 @@ __device__ __forceinline__ void find_bound(RankedShared& s, uint32_t k) {
 #pragma unroll
     for (int n = 0; n < kHalf; ++n) {
       const uint4 four = others[n];
-      above = add_halves(above, greater_halves(four.x, twice));
-      more = add_halves(more, greater_halves(four.y, twice));
-      above = add_halves(above, greater_halves(four.z, twice));
-      more = add_halves(more, greater_halves(four.w, twice));
+      above = add_halves(above, greater_halves<false>(four.x, twice));
+      more = add_halves(more, greater_halves<false>(four.y, twice));
+      above = add_halves(above, greater_halves<false>(four.z, twice));
+      more = add_halves(more, greater_halves<false>(four.w, twice));
     }
     above = add_halves(above, more);
     float number = low_half(above, bf16{}) + high_half(above, bf16{});
@@ -225,7 +222,7 @@ __device__ __forceinline__ uint32_t send_tokens(RankedShared& s, int rank, const
     uint32_t stay = 0;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const uint32_t ones = at_least_halves(pairs[n], bound_twice);  // 0x3f80 each
+      const uint32_t ones = greater_halves<true>(pairs[n], bound_twice);  // 0x3f80 each
       stay |= ((ones >> 7 & 1u) | (ones >> 22 & 2u)) << 2 * n;
     }
 #pragma unroll 1

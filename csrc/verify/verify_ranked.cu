@@ -52,8 +52,7 @@ bool launch_ranked(const DeviceInfo& device, const VerifyChainParams& p, void* s
       p.target_batch_stride % kGroup != 0 || !is_aligned(p.target_logits, 16))
     return false;
   const auto kernel = draws_every_row(p) ? verify_ranked_kernel<true> : verify_ranked_kernel<false>;
-  *status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(kRankedBytes));
+  *status = allow_shared_memory(kernel, kRankedBytes);
   if (*status != kOk) return true;
   if (!has_room(kernel)) return false;
   LaunchShape shape{
