@@ -6,13 +6,16 @@ namespace domino {
 
 // verify_listed.cu: a cluster to each row.
 void launch_listed(const LaunchShape& shape, const VerifyChainParams& p, void* stream);
-// verify_ranked.cu: all in one launch, if it is a call for that.
+// verify_ranked.cu, verify_nucleus.cu: all in one launch, if it is a call for that.
 bool launch_ranked(const DeviceInfo& device, const VerifyChainParams& p, void* stream, int* status);
+bool launch_nucleus(const DeviceInfo& device, const VerifyChainParams& p, void* stream,
+                    int* status);
 
 int launch_by_value(const VerifyChainParams& p, void* stream) {
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
   if (int status; launch_ranked(device, p, stream, &status)) return status;
+  if (int status; launch_nucleus(device, p, stream, &status)) return status;
   const int64_t rows = p.batch * (p.drafts + 1);
   const int64_t resident = 2 * device.processors;  // blocks
   // as many blocks a row as the device has room for

@@ -9,37 +9,13 @@
 //   verdict  one warp finds the cut, judges the draft and runs the race
 //
 // Then the walk (row_words.cuh). Rows of which the list does not hold enough, or whose request has
-// no top-k, go by listed_row() and settle_row(). Bytes: every row once; bound by latency.
+// no top-k, go by end_by_value(). Bytes: every row once; bound by latency.
 #pragma once
 
+#include "verify/end_by_value.cuh"
 #include "verify/ranked_tokens.cuh"
-#include "verify/settle_row.cuh"
-#include "verify/verify_listed.cuh"
 
 namespace domino {
-
-// What is left to do of a row of which the list does not hold enough. All threads of the cluster
-// call it. words: of the request
-template <bool kByPosition>
-static __device__ __noinline__ void end_by_value(const VerifyChainParams& p, RowCluster cluster,
-                                                 int64_t b, int i, unsigned long long* words,
-                                                 ListedBlock& block) {
-  cluster.sync();  // nobody needs any more what was there before
-  listed_row<kByPosition, false>(p, cluster, b, i, block);
-  cluster.sync();
-  const ChainRequest r(p, b);
-  const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, false);
-  SlotVerdict slot;
-  const uint4* from =
-      reinterpret_cast<const uint4*>(slot_verdicts(chunks) + b * (p.drafts + 1) + i);
-#pragma unroll
-  for (size_t n = 0; n < sizeof(slot) / sizeof(uint4); ++n)
-    reinterpret_cast<uint4*>(&slot)[n] = __ldcg(from + n);
-  const SettledRow row = settle_row<kByPosition>(cluster, r, i, slot, r.noise());
-  if (cluster.rank != cluster.size - 1) return;
-  if (threadIdx.x == 0) store_word(words + i, row_word(row.stops, row.token, row.status));
-  if (threadIdx.x < kWarpSize && i == r.rows - 1) walk_words(r, words);
-}
 
 // Grid: (blocks of a cluster, drafts + 1, batch). kByPosition: all requests that are not greedy go
 // by match or gumbel. Rows are aligned, and their vocabulary is a multiple of 8.
@@ -117,7 +93,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     const RowSource<bf16> source(r.target_row(i), RowEdits{}, vocab);
     const SlotAhead slot = slot_ahead(r, i, source, &s.pool);
     if (lane == 0) s.slot = slot;
-    // left open where the row is not ranked: barrier 3 is not for listed_row() and settle_row()
+    // left open where the row is not ranked: barrier 3 is not for end_by_value()
     asm volatile("barrier.cta.arrive 3, %0;" ::"n"(kRaceThreads) : "memory");
     __syncthreads();
     way = s.way;
