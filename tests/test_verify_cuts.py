@@ -110,6 +110,69 @@ def test_cuts_by_value(kind, rule, form):
                     raise AssertionError(f"{shape}, {order}, logprobs {logprobs}") from error
 
 
+@pytest.mark.parametrize("ranks", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_turn(kind, ranks):
+    """More rows than the device has room for: long ones, pools of more than 128 ids, requests that
+    are ragged or not active, nothing drafted; with a top-k and without."""
+    generator = torch.Generator().manual_seed(20261203)
+    # one of them of so few requests that none is drawn for before all rows are read
+    shapes = [(280, 3, 40, 5), (12, 31, 40, 5), (34, 8, 5001, 200), (280, 1, 6152, 5)]
+    for batch, drafts, vocab, pool in shapes:
+        arguments = arguments_of(kind, batch, drafts, vocab, "pool", generator, pool)
+        arguments["logprobs"] = False  # otherwise a block takes one row
+        if not ranks:
+            arguments["top_k"] = None
+        target = arguments["target_logits"]
+        rows = torch.randint(drafts + 2, (batch,), generator=generator)
+        ends = rows.cumsum(0).int()
+        without_q = {"draft_logits": None, "draft_ids": None, "draft_temperature": None}
+        calls = [{}]
+        if vocab == 40:
+            calls += [
+                {"num_active": torch.tensor([batch - 3]).int(), "filter_order": "vllm"},
+                {"num_active": torch.tensor([1]).int()},
+                {
+                    "target_logits": torch.cat([target[b, :count] for b, count in enumerate(rows)]),
+                    "cu_rows": torch.cat([torch.zeros(1).int(), ends]),
+                },
+                {"rule": "match"} | without_q,
+                {"filter_order": "joint"} | without_q,
+            ]
+        if drafts == 1:
+            nothing = {"draft_tokens": arguments["draft_tokens"][:, :0]}
+            calls = [nothing | {"target_logits": target[:, :1]} | without_q]
+        workspace = verify_chain_workspace(batch, drafts, vocab, device="cuda")
+        for call in calls:
+            kernel = verify_chain(**to(arguments | call, "cuda"), workspace=workspace)
+            try:
+                assert_same(kernel, verify_chain(**arguments | call))
+            except AssertionError as error:
+                raise AssertionError(f"{(batch, drafts, vocab)}, {list(call)}") from error
+            assert not workspace[:_CONTROL_WORDS].any()
+            workspace[_CONTROL_WORDS:].random_()
+
+
+def test_rows_in_turn_in_a_graph():
+    """Calls one behind the other, each of which finds the workspace as the one in front left it."""
+    generator = torch.Generator().manual_seed(20261204)
+    arguments = arguments_of("normal", 40, 15, 9001, "pool", generator)
+    arguments |= {"top_k": None, "logprobs": False}
+    expected = verify_chain(**arguments)
+    arguments = to(arguments, "cuda")
+    workspace = verify_chain_workspace(40, 15, 9001, device="cuda")
+    results = [verify_chain(**arguments, workspace=workspace)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results += [verify_chain(**arguments, workspace=workspace) for _ in range(8)]
+    for _ in range(50):
+        for result in results[1:]:
+            result.tokens.fill_(-7)
+        graph.replay()
+        for result in results:
+            assert_same(result, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["match", "gumbel"])
 def test_draws_of_every_row(rule, kind):
@@ -376,9 +439,30 @@ def test_min_p_that_cuts_below_the_bins_around_zero():
         seed=torch.arange(runs),
         block_start=torch.zeros(runs, dtype=torch.int64),
         min_p=torch.full((runs,), 0.5498),
+        logprobs=False,
     )
     expected = verify_chain(**arguments)
     assert set((expected.tokens[:, 0] % 4).tolist()) == {0, 1, 2}
+    assert_same(verify_chain(**to(arguments, "cuda")), expected)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 140])
+def test_min_p_of_a_law_that_is_all_on_its_top(batch):
+    """At a temperature of 1e-6 no exponent but the top's is finite: what equals the top stays."""
+    generator = torch.Generator().manual_seed(20261203)
+    rows = torch.randn(batch, 3, 40_000, generator=generator).mul(3).bfloat16()
+    arguments = dict(
+        target_logits=rows,
+        draft_tokens=rows[:, :2].float().argmax(-1),
+        rule="token",
+        temperature=torch.full((batch,), 1e-6),
+        seed=torch.arange(batch),
+        block_start=torch.zeros(batch, dtype=torch.int64),
+        min_p=torch.full((batch,), 0.1),
+        logprobs=False,
+    )
+    expected = verify_chain(**arguments)
+    assert (expected.tokens[:, 0] >= 0).all() and (expected.status == 0).all()
     assert_same(verify_chain(**to(arguments, "cuda")), expected)
 
 

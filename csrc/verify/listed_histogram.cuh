@@ -193,8 +193,9 @@ class ListedHistogram : public RowCounter<kReadThreads> {
     if (!massed || target > kept) {
       float logit = rank_logit;
       if (weighed) {
-        const int last =
-            last_place(kValueBins, [&](int n) { return law.exponent(bin_logit(n)) >= lowest; });
+        const int last = last_place(kValueBins, [&](int n) {
+          return bin_logit(n) >= law.top || law.exponent(bin_logit(n)) >= lowest;
+        });
         // with 0 stay those near it
         logit = fmaxf(logit, last == kZeroBin + 1 ? -0x1p-23f : bin_logit(last));
       }

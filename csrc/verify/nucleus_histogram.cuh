@@ -108,8 +108,9 @@ class NucleusHistogram {
         cut = cut_ties(bin_logit(bin.at), bin.before.mass, bin.in.count, target, law);
       unclear = bin.at == kZeroBin;
     } else if (weighed) {
-      const int last =
-          last_place(kValueBins, [&](int n) { return law.exponent(bin_logit(n)) >= lowest; });
+      const int last = last_place(kValueBins, [&](int n) {
+        return bin_logit(n) >= law.top || law.exponent(bin_logit(n)) >= lowest;
+      });
       // with 0 stay those near it
       cut.logit = last == kZeroBin + 1 ? -0x1p-23f : bin_logit(last);
     }

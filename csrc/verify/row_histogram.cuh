@@ -125,8 +125,9 @@ class RowHistogram {
       cut = cut_ties(bin_logit(bin), at.mass, s_.count[bin], target, law);
       unclear = unclear || bin == kZeroBin;
     } else if (weighed) {
-      const int last =
-          last_place(kValueBins, [&](int n) { return law.exponent(bin_logit(n)) >= lowest; });
+      const int last = last_place(kValueBins, [&](int n) {
+        return bin_logit(n) >= law.top || law.exponent(bin_logit(n)) >= lowest;
+      });
       // with 0 stay those near it
       cut.logit = fmaxf(rank_logit, last == kZeroBin + 1 ? -0x1p-23f : bin_logit(last));
     }

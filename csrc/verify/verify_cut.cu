@@ -35,12 +35,14 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
   shape.cluster = row_blocks;
   const bool dense = is_dense(p) && !draws_every_row(p);
   const DenseKernels of_dense = dense ? dense_kernels(p) : DenseKernels{};
+  bool counted = false;  // rows, as they are judged
   if (rows <= resident || p.chosen_logprob != nullptr) {
     if (dense)
       launch_kernel(shape, as_stream(stream), of_dense.listed, p);
     else
       launch_listed(shape, p, stream);
   } else {
+    counted = !dense && p.top_k == nullptr && counts_judged(p) && device.major >= 9;
     const auto cut = dense                ? of_dense.cut
                      : p.top_k == nullptr ? verify_cut_kernel<false, false, false>  // races nothing
                      : draws_every_row(p) ? verify_cut_kernel<true>
@@ -57,8 +59,9 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
   const auto draw = dense                          ? of_dense.draw
                     : draws_every_row(p)           ? verify_draw_kernel<VerifyRule::kMatch>
                     : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
-                    : p.batch > 16                 ? verify_draw_kernel<VerifyRule::kToken, 3>
-                                                   : verify_draw_kernel<VerifyRule::kToken>;
+                    : counted      ? verify_draw_kernel<VerifyRule::kToken, 3, false, true>
+                    : p.batch > 16 ? verify_draw_kernel<VerifyRule::kToken, 3>
+                                   : verify_draw_kernel<VerifyRule::kToken>;
   if (draw_blocks > 8) {
     const cudaError_t status =
         cudaFuncSetAttribute(draw, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "verify/draft_row.cuh"
+#include "verify/judged_rows.cuh"
 #include "verify/nucleus_histogram.cuh"
 #include "verify/row_histogram.cuh"
 #include "verify/slot_ahead.cuh"
@@ -378,18 +379,29 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     }
     return;
   }
-  // what the request of a row wants, and what is known of its slot
+  // what the request of a row wants, and what is known of its slot: with a pool that takes four
+  // trips to memory, so that it waits until the row is on its way
+  constexpr bool kSlotLater = !kRanks && !kDense;
+  const auto look = [&](const ChainRequest& r, int row, RowAhead& ahead) {
+    const int i = static_cast<int>(row / batch);
+    if (i >= r.rows) return;
+    const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(p.vocab));
+    const SlotAhead known = dense_slot_ahead<kDense>(r, i, source, &ahead.pool);
+    if (Judges::rank() == 0) ahead.slot = known;
+  };
   const auto prepare = [&](int row, int turn) {
-    if (row >= rows || Judges::rank() >= kWarpSize) return;
+    if (Judges::rank() >= kWarpSize) return;
+    if (kSlotLater && turn > 0 && row - step < rows) {
+      RowAhead& before = shared.ahead[(turn - 1) % kRowsAhead];
+      look(ChainRequest(p, before.request.get()), row - step, before);
+    }
+    if (row >= rows) return;
     RowAhead& ahead = shared.ahead[turn % kRowsAhead];
-    const unsigned i = row / batch, b = row - i * batch;
+    const unsigned b = row % batch;
     const FilterParams filters = read_filters(p, b);
     const ChainRequest r(p, b);
     if (Judges::rank() == 0) ahead.request.set(r, filters);
-    if (static_cast<int>(i) >= r.rows) return;
-    const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(p.vocab));
-    const SlotAhead known = dense_slot_ahead<kDense>(r, static_cast<int>(i), source, &ahead.pool);
-    if (Judges::rank() == 0) ahead.slot = known;
+    if (!kSlotLater) look(r, row, ahead);
   };
   // the row `kRowBuffers` turns on is prepared while this one is read
 #pragma unroll 1
@@ -401,6 +413,8 @@ __global__ void __launch_bounds__(kCutThreads, 2)
       const unsigned i = row / batch, b = row - i * batch;
       judge_row<kByPosition, kDense, kRanks>(p, chunks, b, static_cast<int>(i), shared.buffers[at],
                                              shared.ahead[turn % kRowsAhead], at);
+      if (!kRanks && !kDense && counts_judged(p) && Judges::rank() == 0)
+        count_judged(judged_count(p, b));
       Judges::sync();
     }
     if (next >= rows) continue;

@@ -5,13 +5,15 @@
 #pragma once
 
 #include "verify/draw_block.cuh"
+#include "verify/judged_rows.cuh"
 
 namespace domino {
 
 // Grid: a cluster for each request. kRule: of all requests that are not greedy; kToken with coins
 // of slots, kMatch with draws of positions.
-// kResident: blocks of a processor at least. kDense: by rows of q.
-template <VerifyRule kRule, int kResident = 2, bool kDense = false>
+// kResident: blocks of a processor at least. kDense: by rows of q. kCounted: a request is drawn for
+// once its rows have been judged (judged_rows.cuh).
+template <VerifyRule kRule, int kResident = 2, bool kDense = false, bool kCounted = false>
 __global__ void __launch_bounds__(kDrawThreads, kResident)
     verify_draw_kernel(const __grid_constant__ VerifyChainParams p) {
   __shared__ uint4 shared_slots[kWarpSize * sizeof(SlotVerdict) / sizeof(uint4)];
@@ -22,10 +24,23 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, kDense);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const BlockNoise noise = r.noise();  // its own trip to memory, while the rows are read
-  previous_launch_done();
+  if constexpr (kCounted) {
+    if (threadIdx.x == kDrawThreads - 1)
+      wait_for_judges(judged_count(p, b), static_cast<int>(p.drafts) + 1);
+    __syncthreads();
+  } else {
+    previous_launch_done();
+  }
+  const auto leave = [&] {
+    if constexpr (kCounted) {
+      if (threadIdx.x == kDrawThreads - 1) leave_count(judged_count(p, b), cluster.size);
+      previous_launch_done();
+    }
+  };
   if (cluster.rank == 0 && threadIdx.x == 0 && b < kGreedyWords)
     static_cast<unsigned long long*>(p.workspace)[b] = 0;  // chain_end() of verify_cut.cuh
   if (r.rows == 0) {
+    leave();
     if (cluster.rank == 0) emit_end(r, 0, -1, r.faults);
     return;
   }
@@ -116,7 +131,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     }
     break;
   }
-  if (cluster.rank != 0) return;
+  if (cluster.rank != 0) return leave();
   if (last >= 0 && threadIdx.x == 0 && p.chosen_logprob == nullptr) {
     emit_token(r, stop, last, 0.0f);
   } else if (last >= 0 && threadIdx.x == 0) {
@@ -126,6 +141,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     emit_token(r, stop, last, law.log_probability(source.at(last)));
   }
   emit_end(r, stop, last, bits);
+  leave();
 }
 
 }  // namespace domino
