@@ -2,16 +2,15 @@
 // can win the row's race, whatever the cut. The steps of verify_nucleus.cuh.
 #pragma once
 
+#include "verify/bin_rows.cuh"
 #include "verify/draft_row.cuh"
 #include "verify/ranked_tokens.cuh"
 #include "verify/row_counter.cuh"
 
 namespace domino {
 
-constexpr int kBinRow = 4 * kWarpSize;  // bins: an octave, four to a lane
-constexpr int kBinRows = kValueBins / kBinRow;
-constexpr int kOwnRows = ceil_div(kBinRows, kRankedBlocks);  // of a block, a warp each
-static_assert(kOwnRows <= kJudge && kBinRows == 2 * kWarpSize);
+constexpr int kOwnRows = ceil_div(kOctaves, kRankedBlocks);  // of a block, a warp each
+static_assert(kOwnRows <= kJudge);
 constexpr int kMostCandidates = kJudge * kWarpSize;  // one to a thread of any block
 
 enum class NucleusWay : uint32_t { kSettled, kRace, kByValue };
@@ -57,7 +56,7 @@ struct NucleusShared {
   uint64_t go;  // NucleusWay, where the verdict's is kRace
   PoolAhead pool;
   // of the leader
-  alignas(16) uint64_t row_mass[kBinRows];
+  alignas(16) uint64_t row_mass[kOctaves];
   alignas(16) WarpTime times[kRankedReaders + 1];
   NucleusVerdict out;
 };
@@ -86,20 +85,17 @@ __device__ __forceinline__ uint4 cluster_bins(const RowCluster& cluster, Nucleus
   for (int block = 0; block < kRankedBlocks; ++block)
     sum = {sum.x + theirs[block].x, sum.y + theirs[block].y, sum.z + theirs[block].z,
            sum.w + theirs[block].w};
-  static_assert(kZeroBin % kBinRow == kBinRow - 1);
-  if (row == kZeroBin / kBinRow) {
+  if (row == kZeroBin / kRowBins) {
     const uint32_t minus = lane < kRankedBlocks ? *cluster.map(s.count + kZeroBin + 1, lane) : 0;
-    const uint32_t all = __reduce_add_sync(kFullMask, minus);
-    if (lane == kWarpSize - 1) sum.w += all;
+    sum = join_zeros(row, sum, __reduce_add_sync(kFullMask, minus));
   }
-  if (row == kZeroBin / kBinRow + 1 && lane == 0) sum.x = 0;
-  return sum;
+  return join_zeros(row, sum, 0);
 }
 
 // What lies in a lane's bins of a row. near: what the tokens near 0 weigh more than 0 does
 __device__ __forceinline__ void weigh_bins(const RowLaw& law, int row, const uint4& bins,
                                            uint64_t near, uint64_t (&mass)[4]) {
-  const int bin = row * kBinRow + threadIdx.x % kWarpSize * 4;
+  const int bin = row * kRowBins + threadIdx.x % kWarpSize * 4;
   const uint32_t counts[4] = {bins.x, bins.y, bins.z, bins.w};
 #pragma unroll
   for (int j = 0; j < 4; ++j) mass[j] = counts[j] * to_fixed(law.weight(bin_logit(bin + j)));
@@ -174,7 +170,7 @@ __device__ __forceinline__ ValueCut find_cut(const uint64_t* row_mass, const Row
     at = j + 1;
     count = counts[at];
   }
-  const int bin = __shfl_sync(kFullMask, row * kBinRow + lane * 4 + at, from);
+  const int bin = __shfl_sync(kFullMask, row * kRowBins + lane * 4 + at, from);
   return cut_ties(bin_logit(bin), __shfl_sync(kFullMask, before, from),
                   __shfl_sync(kFullMask, count, from), target, law);
 }

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   // the sums of this block's rows of bins
   const uint64_t found = cluster.of_lane(reinterpret_cast<uint64_t*>(&s.top));
   const int own_row = warp * kRankedBlocks + rank;
-  const bool sums = warp < kOwnRows && own_row < kBinRows;
+  const bool sums = warp < kOwnRows && own_row < kOctaves;
   uint4 counts{0, 0, 0, 0};
   if (sums) counts = cluster_bins(cluster, s, own_row);
   const float top = key_logit(__reduce_max_sync(kFullMask, static_cast<uint32_t>(found)));
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     uint64_t mass = 0;
     if (__any_sync(kFullMask, (counts.x | counts.y | counts.z | counts.w) != 0)) {
       uint64_t in[4], more = 0;
-      if (own_row == kZeroBin / kBinRow && near != 0) more = near_mass(s, cluster, law);
+      if (own_row == kZeroBin / kRowBins && near != 0) more = near_mass(s, cluster, law);
       weigh_bins(law, own_row, counts, more, in);
       mass = warp_sum(in[0] + in[1] + in[2] + in[3]);
     }
