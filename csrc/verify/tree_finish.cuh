@@ -71,6 +71,8 @@ struct alignas(16) TreeFinishShared {
   }
 };
 
+static_assert(offsetof(TreeFinishShared, traversal.law) % sizeof(ChunkStats) == 0);  // st.async
+
 // The steps to the first kept node in post-order: the way down to it by least children. All threads
 // of a block; synchronises.
 __device__ __forceinline__ void find_steps(TreeFinishShared* shared) {

@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(kPlainThreads, sizeof(T) == 4 ? 1 : 2)
   const RowCluster cluster;
   const int64_t b = blockIdx.x / cluster.size, first = b * p.width;
   const EarlyLoads early(p, b, true);
+  if (threadIdx.x / kWarpSize == kClerk) touch_pages(p, b);
   const TreeRequest r(p, b);
   const TreeWorkspace workspace(p);
   const SharedTree& tree = shared.tree;

@@ -1,6 +1,7 @@
 // What the launches of verify_tree leave for each other, and a request's tree in shared memory.
 #pragma once
 
+#include "common/copy_async.cuh"
 #include "verify/chain_judge.cuh"
 #include "verify/row_cluster.cuh"
 #include "verify/tree_walk.h"
@@ -69,6 +70,19 @@ struct EarlyLoads {
     if (wants_all && p.temperature != nullptr) noise = {p.seed[b], p.block_start[b]};
   }
 };
+
+// An SM's first access to a page takes longer than others: asks for a line of each page of the
+// rows, and of what is left of them. By a warp, before anything is known of the tree.
+__device__ __forceinline__ void touch_pages(const VerifyTreeParams& p, int64_t b) {
+  if (p.cu_nodes != nullptr) return;
+  const TreeWorkspace workspace(p);
+  const LogitRow rows{p.target_logits, p.target_dtype};
+#pragma unroll 1
+  for (int n = threadIdx.x % kWarpSize; n < p.width; n += kWarpSize) {
+    prefetch_l2(rows.plus(b * p.target_batch_stride + n * p.target_node_stride).data);
+    prefetch_l2(workspace.chunks + (b * p.width + n) * workspace.row_chunks);
+  }
+}
 
 // How all threads of a block meet.
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
