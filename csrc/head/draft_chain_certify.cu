@@ -67,11 +67,15 @@ int launch_screen(const ChainBlockParams& p, int round, int processors, bool* do
           make_tile_map(&map, p.screen, DType::kBF16, p.vocab, p.rank / 2, kPoolTile);
       status != kOk)
     return status;
+  int chain_blocks = 0;  // of the team form; with others no difference is known
+  if (const int status = p.w_hh && kTiles == 1 ? draft_chain_team_blocks(p, &chain_blocks) : kOk;
+      status != kOk)
+    return status;
   LaunchShape shape{dim3(processors), kScreenThreads};
   shape.shared = ScreenMemory(p.rank, p.batch, kTiles, rounds, stages).bytes + kAlign;
   shape.overlap = true;
   return launch(chain_certify_screen<T, kTiles, kPieces>, p, shape, stream, map, round, rounds,
-                stages);
+                stages, processors - chain_blocks);
 }
 
 template <class T>

@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(kEarlyThreads, 1)
       memory.first = memory.seen = first;
       for (int n = 0; first < columns && n < min(stages, count); ++n) {
         arrive_with_bytes(&memory.full[n], kEarlyTileBytes);
-        copy_tile(shared_address(ring) + n * kEarlyTileBytes, map, tile_of(n) * kPoolTile, 0,
-                  &memory.full[n]);
+        copy_tile_once(shared_address(ring) + n * kEarlyTileBytes, map, tile_of(n) * kPoolTile, 0,
+                       &memory.full[n]);
       }
     }
     __syncwarp();

@@ -65,6 +65,18 @@ struct ScreenMemory {
   static DOMINO_HD constexpr int mark_bytes(int tiles) { return (tiles * kEights + 3) / 4 * 4; }
 };
 
+// copy_tile() of rows that one block reads, once: they leave L2 first, where otherwise the code,
+// tables and pages of the launches behind would go.
+__device__ __forceinline__ void copy_tile_once(uint32_t shared, const CUtensorMap& map, int row,
+                                               int column, uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], once; }" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
 __device__ __forceinline__ float fast_sqrt(float x) {
   float y;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -242,12 +254,13 @@ __device__ __forceinline__ void mark_columns(uint32_t eights, const int (&sums)[
 }
 
 // Grid: any number of blocks. map: the int8 rows as 16-bit elements, in tiles of 128. tiles: kTiles
-// at most. rounds: tiles of rows of a block, at most.
+// at most. rounds: tiles of rows of a block, at most. beside: blocks that may start while the chain
+// still runs; the others would have u wait behind their tiles.
 template <class T, int kTiles, int kPieces>
 __global__ void __launch_bounds__(kScreenThreads, 1)
     chain_certify_screen(const __grid_constant__ ChainBlockParams p,
-                         const __grid_constant__ CUtensorMap map, int round, int rounds,
-                         int stages) {
+                         const __grid_constant__ CUtensorMap map, int round, int rounds, int stages,
+                         int beside) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char unaligned[];
   char* const memory = unaligned + (-shared_address(unaligned) & 1023);
@@ -271,15 +284,17 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
     arrive_with_bytes(&ring.full[stage], at.stage_bytes);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i)
-      copy_tile(shared_address(memory) + stage * at.stage_bytes + i * (kPoolTile * kPieceWidth),
-                map, tile * kPoolTile, i * kPieceWidth / 2, &ring.full[stage]);
+      copy_tile_once(
+          shared_address(memory) + stage * at.stage_bytes + i * (kPoolTile * kPieceWidth), map,
+          tile * kPoolTile, i * kPieceWidth / 2, &ring.full[stage]);
   };
   const int corrected = static_cast<int>(p.corrected());
   // Weights do not depend on the launch in front; in the first round there is surely work for all.
   int early = 0;
   if (round == 0 && p.num_active == nullptr) {
     const CertifyShare share(static_cast<int>(all_columns), kWgmmaColumns, kMost);
-    early = min(stages, ceil_div(tiles - share.turn, share.turns));
+    early = min(static_cast<int>(blockIdx.x) < beside ? stages : 1,
+                ceil_div(tiles - share.turn, share.turns));
     if (threadIdx.x == kScreenWarps * kWarpSize) {
       for (int stage = 0; stage < stages; ++stage) {
         init_barrier(&ring.full[stage], 1 + kScreenGroup / kWarpSize);  // rows, and limits

@@ -153,6 +153,10 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
   RescueMemory& of_rescue = *reinterpret_cast<RescueMemory*>(shared);
   const int before = kGru ? aborted() : 0;  // on its way with what says which rows are pending
   constexpr int kRound = 2;
+  bool any = false;  // mostly none: one look and one barrier
+  for (int64_t b = threadIdx.x; b < p.batch; b += kFinishThreads)
+    any |= p.first_of(kRound)[b] < p.row_done();
+  if (!__syncthreads_or(any || before != 0)) return;
   const PendingRows<kFinishThreads> pending(p, kRound, list, slots);
   if (kGru && __syncthreads_or(before == 1)) {  // in every block alike
     for (int64_t b = blockIdx.x; b < p.batch; b += gridDim.x) {
