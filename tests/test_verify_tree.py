@@ -436,7 +436,7 @@ def test_kernel_and_twin_agree_bitwise(rule, kind, generator):
 @pytest.mark.parametrize("pool", [200, 600, 1024])
 @pytest.mark.parametrize("rule", SAMPLED)
 def test_a_block_has_room_for_few_large_pools(rule, pool, generator):
-    """So that warps take turns, and of traversal the laws of nodes go to the workspace."""
+    """So that pairs of warps take turns, and of traversal the laws of nodes go to the workspace."""
     arguments = make(3, 60, 3000, generator, dtype=torch.bfloat16, rule=rule, pool=pool)
     assert_same(verify_tree(**to(arguments, "cuda")), verify_tree(**arguments))
 

@@ -1,9 +1,11 @@
-// draft_chain_finish: the exact chain for rows that two certificates have not settled, with the
-// sums and bits of chain_block and a pass over the whole of W2 for every draft; and all rows where
-// the launches in front have given up (draft_chain_rescue.cuh). It leaves at once where no row is
+// draft_chain_finish: the exact chain for rows that two certificates have not settled, and for all
+// rows where the first one was cut, with the sums and bits of chain_block and a pass over the whole
+// of W2 for every draft; and all rows where the launches in front have given up
+// (draft_chain_rescue.cuh). It leaves at once where no row is
 // pending.
 //
-// A cooperative launch over the chip; a draft is three phases with a barrier behind each:
+// A cooperative launch over the chip; a draft is three phases with a barrier behind each (draft
+// `prefix`, whose u is there, the last one alone):
 //   state    S_j, 16 units a block
 //   u        16 rows of W1s a block
 //   score    W2, a share of its rows for each block, all pending rows of the batch at once

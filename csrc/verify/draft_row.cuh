@@ -4,7 +4,8 @@
 // (row_law.h) cost three times what reading a row does in verify_cut.cuh. So that kernel sums up
 // about, with the hardware's exp2: whether a coin accepts is then certain unless both sides agree
 // to about_error(), and only in such a slot, once in some ten thousand, the judges sum up exactly.
-// Where the walk ends, verify_draw.cuh does. The block rule takes the exact sum of every row, and
+// Where the walk ends, verify_draw.cuh does if what is known about leaves the token open, or the
+// kept tokens are not listed. The block rule takes the exact sum of every row, and
 // so do rows without filters and verify_listed.cuh.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What becomes of a row behind verify_cut.cuh or verify_listed.cuh: the cluster finds out what its
+// What becomes of a row behind listed_row() in end_by_value.cuh: the cluster finds out what its
 // verdict leaves open, where ties with the cut end and the token that the row draws.
 #pragma once
 

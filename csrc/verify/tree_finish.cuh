@@ -1,6 +1,7 @@
-// Last launch of verify_tree: a cluster owns one request. Its warps judge the nodes with children
-// side by side (tree_judge.cuh), every block then follows the steps, and all of them race for the
-// token that comes last (race.cuh). Where the walk ends at a leaf they read its row first.
+// Last launch of verify_tree: a cluster owns one request. Pairs of its warps judge the nodes with
+// children side by side (tree_judge.cuh), every block then follows the steps, and all of them race
+// for the token that comes last: as tree_plain_end.cuh does, or with filters, a dense q or the rule
+// match by race_last(), which reads a leaf's row first.
 // Bytes: the chunks' statistics and one row a request; bound by latency.
 #pragma once
 
@@ -14,7 +15,7 @@
 
 namespace domino {
 
-// What the race weighs the tokens of one node by (race_row).
+// What race_last() weighs the tokens of one node by.
 struct TreeWeights {
   const RowLaw& law;
   const RowFilter& filter;

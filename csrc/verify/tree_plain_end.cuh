@@ -1,5 +1,6 @@
-// The end of a walk in tree_plain.cuh: the token that comes last, by a cluster, all of whose warps
-// but one a block read the row where the walk ends. That one, the clerk, emits in the first block.
+// The end of a walk in tree_plain.cuh, and in tree_finish.cuh where nothing filters and no q is
+// dense: the token that comes last, by a cluster, all of whose warps but one a block read the row
+// where the walk ends. That one, the clerk, emits in the first block.
 //
 // At a leaf the race does not wait for the sum of the row: its greatest logit gives the weights,
 // and bounds the race, since no token's E is above kLongestTime. Warps tell each other what theirs

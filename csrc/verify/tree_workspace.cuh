@@ -16,7 +16,7 @@ struct TreeWorkspace {
   RowStats* drafts;     // [batch, width]: of the draft row or the pool
   RowFilter* filters;   // [batch, width], with filters
   int32_t* drawn;       // [batch, width], match: the token that follows
-  float* pool_p;        // [batch, width, pool], of traversal with more nodes than warps
+  float* pool_p;        // [batch, width, pool], of traversal with more nodes than pairs of warps
   float* pool_q;
   ChunkStats* chunks;  // [batch, rows, row_chunks]: target rows, then the rows of a dense q
   uint32_t* first;     // the same: the lowest id that has the chunk's greatest logit

@@ -1,7 +1,8 @@
 // Second launch of verify_chain behind verify_cut.cuh or verify_listed.cuh: a cluster owns a
 // request. It takes the first slot that does not accept from what the rows' clusters found, and
 // races for the last token (race_draw.cuh), unless that has been done. With dense q it sums up the
-// row of q of that token where nobody has. Bytes: 64 a row, and one row or two; bound by latency.
+// row of q of that token where nobody has and the token depends on it. Bytes: 64 a row, and one row
+// or two; bound by latency.
 #pragma once
 
 #include "verify/draw_block.cuh"
