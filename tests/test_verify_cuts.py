@@ -45,6 +45,46 @@ KINDS = [
 ]
 
 
+RULES = [
+    ("token", "none"),
+    ("token", "pool"),
+    ("token", "scalar"),
+    ("match", "none"),
+    ("gumbel", "none"),
+    ("block", "none"),
+]
+
+# [batch, drafts, vocabulary] and tokens of a pool: a few rows, that one launch may take.
+FEW = [((1, 15, 40_000), 200), ((16, 0, 32_768), 0), ((4, 3, 33_000), 5), ((1, 2, 151_936), 64)]
+
+
+def assert_same_in(workspace, arguments):
+    """The call on a GPU in this workspace, as often as you like, against the CPU twin."""
+    expected = verify_chain(**arguments)
+    kernel = verify_chain(**to(arguments, "cuda"), workspace=workspace)
+    assert_same(kernel, expected)
+    # a call leaves the words in front as they were, and counts on nothing behind them
+    assert not workspace[:_CONTROL_WORDS].any()
+    workspace[_CONTROL_WORDS:].random_()
+
+
+def assert_replays_same(draw, shape, graph_replay):
+    """A captured call whose inputs draw() makes anew for every replay."""
+    workspace = verify_chain_workspace(*shape, device="cuda")
+    out = _empty_result(*shape[:2], "cuda", logprobs=False)
+    static = to(draw(), "cuda")
+    replay = graph_replay(lambda: verify_chain(**static, out=out, workspace=workspace))
+    for _ in range(20):
+        arguments = draw()
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                static[name].copy_(value)
+        for tensor in (out.tokens, out.num_accepted, out.num_emitted, out.status):
+            tensor.fill_(7)
+        replay()
+        assert_same(out, verify_chain(**arguments))
+
+
 def arguments_of(kind, batch, drafts, vocab, form, generator, pool=5):
     choose = lambda *values: torch.tensor(values)[  # noqa: E731
         torch.randint(len(values), (batch,), generator=generator)
@@ -144,13 +184,10 @@ def test_rows_in_turn(kind, ranks):
             calls = [nothing | {"target_logits": target[:, :1]} | without_q]
         workspace = verify_chain_workspace(batch, drafts, vocab, device="cuda")
         for call in calls:
-            kernel = verify_chain(**to(arguments | call, "cuda"), workspace=workspace)
             try:
-                assert_same(kernel, verify_chain(**arguments | call))
+                assert_same_in(workspace, arguments | call)
             except AssertionError as error:
                 raise AssertionError(f"{(batch, drafts, vocab)}, {list(call)}") from error
-            assert not workspace[:_CONTROL_WORDS].any()
-            workspace[_CONTROL_WORDS:].random_()
 
 
 def test_rows_in_turn_in_a_graph():
@@ -267,28 +304,13 @@ def test_coins_at_the_edge_of_a_dense_law(batch):
             assert_same(verify_chain(**to(told, "cuda")), verify_chain(**told))
 
 
-@pytest.mark.parametrize(
-    "rule, form",
-    [
-        ("token", "none"),
-        ("token", "pool"),
-        ("token", "scalar"),
-        ("match", "none"),
-        ("gumbel", "none"),
-        ("block", "none"),
-    ],
-)
+@pytest.mark.parametrize("rule, form", RULES)
 @pytest.mark.parametrize("kind", [*KINDS, "close together"])
 def test_top_k_of_a_few_rows(kind, rule, form):
     """One launch: by a list of the likeliest tokens or, where that is not enough, by value."""
     generator = torch.Generator().manual_seed(20261203)
     workspace = verify_chain_workspace(16, 3, 151_936, device="cuda")
-    for shape, pool in [
-        ((1, 15, 40_000), 200),
-        ((16, 0, 32_768), 0),
-        ((4, 3, 33_000), 5),
-        ((1, 2, 151_936), 64),
-    ]:
+    for shape, pool in FEW:
         if shape[1] == 0 and form != "none":
             continue
         arguments = arguments_of(kind, *shape, form, generator, pool)
@@ -298,23 +320,16 @@ def test_top_k_of_a_few_rows(kind, rule, form):
         for order in FILTER_ORDERS:
             arguments |= {"filter_order": order, "logprobs": False, "rule": rule}
             arguments["seed"] = arguments["seed"] + 1
-            expected = verify_chain(**arguments)
-            kernel = verify_chain(**to(arguments, "cuda"), workspace=workspace)
             try:
-                assert_same(kernel, expected)
+                assert_same_in(workspace, arguments)
             except AssertionError as error:
                 raise AssertionError(f"{shape}, {order}") from error
-            # a call leaves the words in front as they were, and counts on nothing behind them
-            assert not workspace[:_CONTROL_WORDS].any()
-            workspace[_CONTROL_WORDS:].random_()
 
 
 def test_top_k_of_a_few_rows_in_a_graph(graph_replay):
     """Replays whose requests go by the list, by value and without filters in turn."""
     generator = torch.Generator().manual_seed(20261205)
     batch, drafts, vocab = 4, 3, 32_768
-    workspace = verify_chain_workspace(batch, drafts, vocab, device="cuda")
-    out = _empty_result(batch, drafts, "cuda", logprobs=False)
 
     def draw():
         arguments = arguments_of("normal", batch, drafts, vocab, "none", generator)
@@ -322,17 +337,7 @@ def test_top_k_of_a_few_rows_in_a_graph(graph_replay):
         top_k = choices[torch.randint(6, (batch,), generator=generator)]
         return arguments | dict(top_k=top_k.int(), logprobs=False)
 
-    static = to(draw(), "cuda")
-    replay = graph_replay(lambda: verify_chain(**static, out=out, workspace=workspace))
-    for _ in range(20):
-        arguments = draw()
-        for name, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                static[name].copy_(value)
-        for tensor in (out.tokens, out.num_accepted, out.num_emitted, out.status):
-            tensor.fill_(7)
-        replay()
-        assert_same(out, verify_chain(**arguments))
+    assert_replays_same(draw, (batch, drafts, vocab), graph_replay)
 
 
 def test_top_k_of_a_ragged_batch():
@@ -407,11 +412,7 @@ def test_rows_behind_the_end_of_a_chain(rule, form):
         top_k = torch.full_like(arguments["top_k"], 50)
         arguments["top_k"] = (0 * top_k, top_k, None)[call % 3]
         arguments |= {"logprobs": False, "rule": rule}
-        expected = verify_chain(**arguments)
-        kernel = verify_chain(**to(arguments, "cuda"), workspace=workspace)
-        assert_same(kernel, expected)
-        assert not workspace[:_CONTROL_WORDS].any()
-        workspace[_CONTROL_WORDS:].random_()
+        assert_same_in(workspace, arguments)
 
 
 def test_weights_apart_among_values_near_zero():
