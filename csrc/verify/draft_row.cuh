@@ -62,8 +62,7 @@ class AboutSum {
 
   __device__ __forceinline__ void add(const Group<bf16>& group) {
     const uint4 words = group.words;
-    const uint32_t most =
-        max_nan(max_nan(words.x, words.y, bf16{}), max_nan(words.z, words.w, bf16{}), bf16{});
+    const uint32_t most = group.most();
     most_ = max_nan(most_, most, bf16{});
     const float top = mul_rn(fmaxf(low_half(most, bf16{}), high_half(most, bf16{})), scale_);
     if (top > limit_) {  // not each time that it grows: then errors would add up

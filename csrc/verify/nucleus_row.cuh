@@ -211,7 +211,7 @@ __device__ __forceinline__ void list_candidates(NucleusShared& s, const Group<bf
                                                 int token, const AboutWeight& weight,
                                                 const RaceNoise& noise, float limit) {
   // half a word is the least that there is
-  const float reach = weight.of(greater_half(group_most(group))) * limit;
+  const float reach = weight.of(greater_half(group.most())) * limit;
   if (!__any_sync(kFullMask, reach >= 0.5f)) return;
   const uint32_t most = __float2uint_rz(reach);
   uint32_t words[kGroup], least = ~0u, chance = 0;

@@ -91,8 +91,7 @@ __device__ __forceinline__ unsigned long long least_of_block(unsigned long long 
 
 template <class T>
 __device__ __forceinline__ float top_of_group(const HalfGroup<T>& group) {
-  const uint4& words = group.words;
-  const uint32_t top = max_nan(max_nan(words.x, words.y, T{}), max_nan(words.z, words.w, T{}), T{});
+  const uint32_t top = group.most();
   return fmaxf(low_half(top, T{}), high_half(top, T{}));
 }
 

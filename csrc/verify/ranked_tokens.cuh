@@ -129,10 +129,6 @@ __device__ __forceinline__ void load_here(Group<bf16>& group, bool exists, const
       : "memory");
 }
 
-__device__ __forceinline__ uint32_t group_most(const Group<bf16>& group) {
-  return max_nan(max_nan(group.words.x, group.words.y, bf16{}),
-                 max_nan(group.words.z, group.words.w, bf16{}), bf16{});
-}
 __device__ __forceinline__ float greater_half(uint32_t pair) {
   return max_nan(low_half(pair, bf16{}), high_half(pair, bf16{}));
 }

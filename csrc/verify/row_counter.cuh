@@ -150,9 +150,7 @@ class RowCounter {
  private:
   // The greatest logits of a group's halves.
   __device__ __forceinline__ uint32_t meet(const Group<bf16>& group) {
-    const uint4& words = group.words;
-    const uint32_t most =
-        max_nan(max_nan(words.x, words.y, bf16{}), max_nan(words.z, words.w, bf16{}), bf16{});
+    const uint32_t most = group.most();
     most_ = max_nan(most_, most, bf16{});
     return most;
   }

@@ -96,6 +96,10 @@ struct HalfGroup {
     const uint32_t word = j < 2 ? words.x : j < 4 ? words.y : j < 6 ? words.z : words.w;
     return j % 2 == 0 ? low_half(word, T{}) : high_half(word, T{});
   }
+  // The greatest of the even logits and of the odd ones, a half each.
+  __device__ __forceinline__ uint32_t most() const {
+    return max_nan(max_nan(words.x, words.y, T{}), max_nan(words.z, words.w, T{}), T{});
+  }
 
  private:
   static __device__ __noinline__ uint4 load_halves(const T* row, int token, int vocab) {

@@ -104,8 +104,7 @@ __device__ __forceinline__ float group_top(const Group<T>& group) {
     for (int j = 1; j < kGroup; ++j) top = max_nan(top, group.at(j));
     return top;
   } else {
-    const uint32_t top = max_nan(max_nan(group.words.x, group.words.y, T{}),
-                                 max_nan(group.words.z, group.words.w, T{}), T{});
+    const uint32_t top = group.most();
     return max_nan(low_half(top, T{}), high_half(top, T{}));
   }
 }

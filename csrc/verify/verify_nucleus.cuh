@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
 #pragma unroll
     for (int n = 0; n < kRankedSteps; ++n) {
       count_group(s.count, groups[n], nearest);
-      tops[n] = greater_half(group_most(groups[n]));
+      tops[n] = greater_half(groups[n].most());
       most = max_nan(most, tops[n]);
     }
     const uint32_t key = __reduce_max_sync(kFullMask, logit_key(most));

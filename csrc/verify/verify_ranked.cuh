@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     uint32_t mosts[kRankedSteps], most = 0xff80ff80u;
 #pragma unroll
     for (int n = 0; n < kRankedSteps; ++n)
-      most = max_nan(most, mosts[n] = group_most(groups[n]), bf16{});
+      most = max_nan(most, mosts[n] = groups[n].most(), bf16{});
     const float own = greater_half(most);
     atomicMax(&s.set_top[lane], logit_key(own) >> 16);
     sync_some<1>(readers);
