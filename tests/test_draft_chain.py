@@ -489,6 +489,14 @@ def test_bad_memory(change, error, message, generator):
         draft_chain_out(*inputs, out=out, plan=plan)
 
 
+@pytest.mark.parametrize("name", ["batch", "num_drafts"])
+def test_bad_plan(name, generator):
+    weights = make(generator, torch.float32, **GOOD)[-1]
+    for value in (-1, "2", 2.0):
+        with pytest.raises(ValueError, match=f"ChainPlan: {name}: got {value!r}, expected"):
+            ChainPlan(weights, **dict(batch=2, num_drafts=3) | {name: value})
+
+
 @pytest.mark.parametrize("other", [dict(G=16), dict(R=16)], ids=str)
 def test_plan_of_another_head(other, device, generator):
     """Its memory would be read where it was never cleared: words of no draft could pass for new."""

@@ -529,6 +529,8 @@ ERRORS = [
         ValueError,
         "states: got 2 rows, expected one",
     ),
+    (dict(states=torch.zeros(2, 0, 40)), ValueError, "states: got 0 rows, expected at least 1"),
+    (dict(base_logits=torch.zeros(2, 0, 60)), ValueError, "base_logits: got 0 slots, expected"),
     (dict(pool=torch.zeros(2, 5)), TypeError, "pool: got torch.float32, expected torch.int32"),
     (dict(base_logits=torch.zeros(2, 8, 1001)), ValueError, r"base_logits: got 1001 ids, expected"),
     (dict(temperature=torch.ones(3)), ValueError, r"temperature: got shape \[3\], expected \[2\]"),

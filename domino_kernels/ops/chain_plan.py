@@ -2,6 +2,7 @@
 
 import torch
 
+from domino_kernels.ops import checks
 from domino_kernels.ops.draft_chain_triton import triton_workspace_bytes
 from domino_kernels.ops.head_weights import HeadWeights
 
@@ -28,6 +29,8 @@ class ChainPlan:
     ):
         op = "ChainPlan"
         check_weights(op, weights)
+        checks.integer(op, "batch", batch, 0, 2**31 - 1)
+        checks.integer(op, "num_drafts", num_drafts, 1, 2**31 - 1)
         if backend not in BACKENDS:
             names = ", ".join(BACKENDS)
             raise ValueError(f"{op}: backend: got {backend!r}, expected one of {names}")

@@ -399,6 +399,8 @@ def expand_out(
             f"{op}: base_logits: got {vocab} ids, expected 1..{weights.vocab_size}, as the weights "
             f"have"
         )
+    if slots == 0:
+        raise ValueError(f"{op}: base_logits: got 0 slots, expected at least 1")
     checks.dtype(op, "base_logits", base_logits, {dtype: None, torch.float32: None})
     checks.tensor(op, "base_logits", base_logits, (batch, slots, vocab), base_logits.dtype, device)
     checks.tensor(op, "token", token, (batch, paths), torch.int64, device)
@@ -420,6 +422,8 @@ def expand_out(
             raise ValueError(
                 f"{op}: states: got {nodes} rows, expected one for each of {paths} paths"
             )
+        if nodes == 0 and paths > 0:
+            raise ValueError(f"{op}: states: got 0 rows, expected at least 1")
     path_depth = None
     if not isinstance(depth, int):
         path_depth, depth = depth, 0
