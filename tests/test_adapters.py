@@ -177,6 +177,21 @@ def test_flashinfer_seeds(device):
     assert not torch.equal(first, second)
     assert torch.equal(first, run(generator=torch.Generator(device).manual_seed(5)))
     assert len({tuple(row) for row in run(seed=1).tolist()}) > 3  # requests differ
+    # as tensors, unsigned ones among them, and of all 64 bits
+    for dtype in (torch.int32, torch.int64, torch.uint64):
+        one, two = (torch.tensor([n], dtype=dtype, device=device) for n in (1, 2))
+        assert torch.equal(run(seed=one, offset=two), run(seed=1, offset=2))
+    assert torch.equal(run(seed=2**64 - 1), run(seed=-1))
+
+
+def test_flashinfer_with_ids_in_columns(device):
+    p, q = (
+        torch.tensor(random_laws(seed, rows), dtype=torch.float32, device=device).expand(9, -1, -1)
+        for seed, rows in ((3, DRAFTS + 1), (4, DRAFTS))
+    )
+    ids = torch.arange(9 * DRAFTS, device=device).view(DRAFTS, 9).T % 4
+    run = lambda ids: flashinfer.chain_speculative_sampling(q, ids, p, seed=1)[0]  # noqa: E731
+    assert torch.equal(run(ids), run(ids.contiguous()))
 
 
 def test_flashinfer_with_pads_and_rows_of_zeros(device):
@@ -349,6 +364,27 @@ def test_vllm_writes_what_the_contract_says(device):
         assert count.dtype == torch.int32 and count.tolist() == [len(t) for t in expected]
         assert tokens.tolist() == [t + [-1] * (4 - len(t)) for t in expected]
     assert [len(t) for t in expected] == [3, 1, 3, 2, 3]
+
+
+def test_vllm_requests_without_rows(device):
+    """The padding of a batch that was captured larger stands behind the last row."""
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(5, 7, generator=generator).to(device)
+    sampled = torch.randint(7, (5,), generator=generator).to(device)
+    draft = torch.randn(4, 2, 7, generator=generator).to(device)
+
+    def run(cu, rows):
+        requests = len(cu) - 1
+        seeds = torch.arange(requests, device=device)
+        tables = cu, torch.ones(requests, device=device), seeds, device
+        arguments = vllm_arguments(target[:rows], draft[:requests], sampled[:rows], *tables)
+        return vllm.rejection_sample(**arguments | {"num_speculative_steps": 2})
+
+    expected, (tokens, count) = run([0, 3, 5], 5), run([0, 3, 5, 5, 5], 5)
+    assert torch.equal(tokens[:2], expected[0]) and torch.equal(count[:2], expected[1])
+    assert (tokens[2:] == -1).all() and not count[2:].any()
+    tokens, count = run([0, 0, 0], 0)
+    assert tokens.tolist() == [[-1] * 3] * 2 and count.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("form", ["one-hot", "dense", "block"])

@@ -3,7 +3,7 @@
 import torch
 
 from domino_kernels import noise, rng, verify_chain
-from domino_kernels.adapters.noise import seeds_of_call
+from domino_kernels.adapters.noise import one_number, seeds_of_call
 
 
 def chain_speculative_sampling(
@@ -43,8 +43,8 @@ def chain_speculative_sampling(
     seeds = seeds_of_call(batch, device, seed, generator)
     start = torch.zeros_like(seeds)
     if offset is not None:
-        start += offset if isinstance(offset, int) else offset.to(device).reshape(-1)[:1]
-    ids = draft_token_ids.long()
+        start += one_number(offset, device)
+    ids = draft_token_ids.long().contiguous()
     ones = torch.ones(batch, device=device)
     result = verify_chain(
         target_probs.float().log(),  # a log in half precision moves p by percents

@@ -24,6 +24,11 @@ def seeds_of_call(batch, device, seed=None, generator=None):
     if seed is None:
         drawn = torch.randint(-(2**63), 2**63 - 1, (1,), device=device, generator=generator)
         return drawn + torch.arange(batch, device=device) * _STEP
-    if isinstance(seed, torch.Tensor):
-        seed = seed.to(device, torch.int64).reshape(-1)[:1]
-    return torch.arange(batch, device=device) * _STEP + seed
+    return torch.arange(batch, device=device) * _STEP + one_number(seed, device)
+
+
+def one_number(value, device):
+    """An int, or the first element of a tensor of any integer dtype as [1] int64."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, torch.int64).reshape(-1)[:1]
+    return value

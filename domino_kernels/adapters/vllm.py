@@ -1,6 +1,7 @@
 """rejection_sample of vLLM's second model runner (vllm/v1/worker/gpu/spec_decode, mid 2026)."""
 
 import torch
+from torch.nn import functional
 
 from domino_kernels import verify_chain
 
@@ -30,7 +31,8 @@ def rejection_sample(
             None for one-hot drafts. Vd may be smaller or larger than V: a token that one of the two
             does not have has no mass there.
         draft_sampled: [num_logits], in each request's rows the last token, then its drafts.
-        cu_num_logits: [num_reqs + 1]: request b has rows cu_num_logits[b] .. cu_num_logits[b + 1].
+        cu_num_logits: [num_reqs + 1]: request b has rows cu_num_logits[b] .. cu_num_logits[b + 1];
+            one without rows, as the padding of a captured batch has none, gets nothing.
         pos: [num_logits], absolute position of each row's token.
         idx_mapping: [num_reqs], place of each request in temperature, seed and draft_logits.
         expanded_idx_mapping, expanded_local_pos: accepted and ignored; they follow from the others.
@@ -54,19 +56,20 @@ def rejection_sample(
             f"rejection_sample: draft_sampled: got {draft_sampled.numel()} ids, expected "
             f"{target_logits.size(0)}, as target_logits has rows"
         )
-    requests, vocab = cu_num_logits.numel() - 1, target_logits.size(-1)
+    requests, (rows, vocab) = cu_num_logits.numel() - 1, target_logits.shape
     first = cu_num_logits[:-1].long()
-    last = draft_sampled.numel() - 1
     at = first[:, None] + 1 + torch.arange(num_speculative_steps, device=first.device)
     inside = at < cu_num_logits[1:, None]
-    drafts = draft_sampled.long()[at.clamp(max=last)].masked_fill(~inside, -1)
+    # one entry behind the rows, for requests that have none and begin there
+    sampled, pos = (functional.pad(values.long(), (0, 1)) for values in (draft_sampled, pos))
+    drafts = sampled[at.clamp(max=rows)].masked_fill(~inside, -1)
     place = idx_mapping.long()
     draft_temperature = None
     if draft_logits is not None:
         draft_logits = draft_logits[place]
         missing = vocab - draft_logits.size(-1)
         if missing > 0:
-            draft_logits = torch.nn.functional.pad(draft_logits, (0, missing), value=-torch.inf)
+            draft_logits = functional.pad(draft_logits, (0, missing), value=-torch.inf)
         draft_logits = draft_logits[..., :vocab]
         draft_temperature = torch.ones(requests, device=first.device)
     greedy = temperature[place] == 0
@@ -76,7 +79,7 @@ def rejection_sample(
         rule="block" if use_block_verification else "token",
         temperature=(~greedy).float(),
         seed=seed[place].long(),
-        block_start=pos[first].long(),
+        block_start=pos[first],
         draft_logits=draft_logits,
         draft_temperature=draft_temperature,
         cu_rows=cu_num_logits.int(),
