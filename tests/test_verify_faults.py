@@ -262,12 +262,11 @@ def test_equal_laws_and_laws_without_common_tokens(rule, device):
 
 def test_extreme_temperatures(device):
     """Near 0 the argmax, near infinity the uniform law; a negative one or NaN is a status."""
-    logits = torch.tensor([[1.0, 1.0078125, 0.5, -INF]], device=device)
     none = torch.zeros(1, 0, dtype=torch.int64, device=device)
 
-    def draw(temperature, runs=1):
+    def draw(temperature, runs=1, row=(1.0, 1.0078125, 0.5, -INF)):
         return verify_chain(
-            logits.expand(runs, 1, 4), none.expand(runs, 0), rule="token",
+            torch.tensor(row, device=device).expand(runs, 1, 4), none.expand(runs, 0), rule="token",
             temperature=torch.full((runs,), temperature, device=device),
             seed=torch.arange(runs, device=device),
             block_start=torch.zeros(runs, dtype=torch.int64, device=device),
@@ -275,6 +274,10 @@ def test_extreme_temperatures(device):
 
     for tiny in (1e-4, 1e-30, 1e-45):
         assert (draw(tiny, 200).tokens == 1).all()
+    # the greatest logit times log2(e) / T below 2^21 and above: the one beside it is 0.91 as likely
+    near = 999.99994, 1000.0, 0.0, -INF
+    assert set(draw(6.9e-4, 200, near).tokens.flatten().tolist()) == {0, 1}
+    assert (draw(6.85e-4, 200, near).tokens == 1).all()
     counts = np.bincount(draw(1e30, 30_000).tokens[:, 0].cpu(), minlength=4)
     assert g_test(counts, [1 / 3, 1 / 3, 1 / 3, 0]).p_value > 1e-9
     for wrong in (-1.0, NAN, INF):

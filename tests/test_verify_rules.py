@@ -112,6 +112,27 @@ def test_filters_in_half_precision(dtype, device, generator):
     assert_reference(verify_chain(**to(arguments, device)), reference(arguments))
 
 
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filters_beyond_their_ranges(dtype, order, device, generator):
+    """Whoever sets them: off, the top alone with what ties with it, or the likeliest token."""
+    batch, vocab = 96, 40
+    arguments = make(batch, 3, vocab, generator, dtype=dtype, spread=1.0)
+    # several equal tops in most rows
+    arguments["target_logits"] = arguments["target_logits"].float().round().to(dtype)
+    arguments["draft_tokens"] = arguments["target_logits"][:, :-1].float().argmax(-1)
+    for name, values in (
+        ("min_p", [1.0, 1.5, 1e30, INF, -1.0, NAN]),
+        ("top_p", [-1.0, 0.0, NAN, 2.0, INF, 1e-30]),
+        ("top_k", [-1, -(2**31), 2**31 - 1, vocab, vocab + 1, 0]),
+    ):
+        dtype_of = torch.int32 if name == "top_k" else torch.float32
+        value = torch.tensor(values, dtype=dtype_of).repeat(batch // len(values))
+        for rule in ("token", "match"):
+            filtered = arguments | {"rule": rule, "filter_order": order, name: value}
+            assert_reference(verify_chain(**to(filtered, device)), reference(filtered))
+
+
 def test_filters_at_the_real_vocabulary(device, generator):
     arguments = make(4, 3, 151936, generator, dense=True, dtype=torch.bfloat16)
     arguments |= dict(top_k=torch.tensor([50, 0, 50, 0]).int(), top_p=torch.full((4,), 0.95))

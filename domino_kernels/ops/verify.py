@@ -331,7 +331,8 @@ def verify_chain(
         top_k: [B] int32, <= 0: off. Ties with the k-th logit are kept.
         top_p: [B] float32, >= 1: off. A token is kept if less than top_p lies before it, by
             falling logit, ties by id.
-        min_p: [B] float32, <= 0: off. Kept are tokens of at least min_p times the greatest p.
+        min_p: [B] float32, <= 0: off, above 1 as 1. Kept are tokens of at least min_p times the
+            greatest p.
         filter_order: what top_p is a share of: the top-k tokens ("transformers": top-k, top-p,
             min-p), those of top-k and min-p ("vllm": min-p first), or the row ("joint").
         logit_bias: [B, V] float32, added.

@@ -22,8 +22,8 @@ class Sampling:
     """How logits become a law. The defaults change nothing.
 
     top_k: 0 keeps all; ties with the k-th value stay. top_p: the least set of likeliest tokens,
-    ties by id, with at least that mass; 1 keeps all. min_p: keeps p >= min_p * max p. The likeliest
-    token stays in any case. order: one of FILTER_ORDERS.
+    ties by id, with at least that mass; 1 keeps all. min_p: keeps p >= min_p * max p, above 1 as 1.
+    The likeliest token stays in any case. order: one of FILTER_ORDERS.
     repetition: logits of tokens seen before are divided by it where positive, otherwise multiplied
     (Keskar et al. 1909.05858). presence, frequency: taken off once for a token that was generated,
     and once for each time that it was.
@@ -77,7 +77,7 @@ def kept(logits, sampling):
     sorted_logits, sorted_weight = logits[order], weight[order]
     k = sampling.top_k if 0 < sampling.top_k < len(logits) else len(logits)
     in_top_k = sorted_logits >= sorted_logits[k - 1]
-    in_min_p = sorted_weight >= sampling.min_p
+    in_min_p = ~(sorted_weight < min(sampling.min_p, 1.0))  # NaN: off
     base = {
         "transformers": in_top_k,
         "vllm": in_top_k & in_min_p,
