@@ -268,8 +268,9 @@ def draft_chain(
             block_start, [B] int64: the request's seed, and the absolute position of the anchor. On
             a GPU for blocks of at most 28 drafts, of which at least one is corrected.
         num_active: [1] int32 on the device: rows from it on are padding, and left as they are.
-        vocab_valid: ids from it on (padding of the vocabulary) are never drafted; None: V.
-        mask: [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 set where id v is allowed.
+        vocab_valid: ids from it on (padding of the vocabulary) are not drafted; None: V.
+        mask: [B, ceil(V / 32)] int32, bit v % 32 of word v // 32 set where id v is allowed. Where
+            no score of an allowed id is a number, one that is not may be drafted: -inf beats NaN.
         bias: [B, V] float32, added to the base logits of every slot.
         plan: ChainPlan; None: one for this call.
         backend: of that one. "triton", on any GPU that Triton knows: Domino heads, greedy, pools
