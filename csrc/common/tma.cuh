@@ -92,4 +92,14 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap& ma
       : "memory");
 }
 
+// `bytes` side by side, a multiple of 16 as both addresses are; one thread calls.
+__device__ __forceinline__ void copy_bytes(uint32_t shared, const void* from, int bytes,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 }  // namespace domino

@@ -25,6 +25,7 @@ struct JointMemory {
   uint2 choices[2 * kGroupRows];  // y_j, or kNoToken, and the upper half of its key
   int starts[2 * kGroupRows];     // the draft that a row begins with
   uint64_t full[2 * 3];           // slots of the rings of W_ih
+  uint64_t returned;              // W2's rows are back in their place
 };
 static_assert(sizeof(JointMemory) <= kJointBytes);
 
@@ -69,6 +70,7 @@ class JointProduct {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (threadIdx.x == 0) {
       for (uint64_t& full : kept.full) init_barrier(&full, 3);
+      init_barrier(&kept.returned, 1);
       fence_barriers();
     }
 #endif
@@ -125,31 +127,64 @@ class JointProduct {
 #pragma unroll
       for (int n = 0; n < kMine; ++n) best[n] = max(best[n], max(pair[n].x, pair[n].y));
     }
-    const uint32_t last_id = static_cast<uint32_t>(p.vocab - 1);
-#pragma unroll 1
-    for (int n = 0; n < kMine; ++n) {
-      const int row = row0 + n, start = kept.starts[row];
-      uint2 choice{kNoToken, 0};
-      unsigned long long word = best[0];
+    // Lanes 8n .. 8n + 7 get the best of row n.
+    static_assert(kMine == 4);
+    const auto trade = [&](unsigned long long low, unsigned long long high, int distance) {
+      const bool upper = lane & distance;
+      return max(upper ? high : low, __shfl_xor_sync(kFullMask, upper ? low : high, distance));
+    };
+    unsigned long long word = trade(trade(best[0], best[2], 16), trade(best[1], best[3], 16), 8);
 #pragma unroll
-      for (int i = 1; i < kMine; ++i) word = n == i ? best[i] : word;
-      if (j > max(start, scored_from)) {
-        word = warp_best(word);
-        choice = {min(key_word_id(static_cast<uint32_t>(word)), last_id),
-                  static_cast<uint32_t>(word >> 32)};
-      } else if (j >= start && start < p.drafts) {
-        const int64_t b = batch_row(row);
-        if (j == 0) {
-          choice.x = static_cast<uint32_t>(clamp_id(p.anchor[b], p.vocab));
-        } else {
-          if (j > start && wanted) await_readers(group, row % kGroupRows, j - 1, aborted);
-          const uint64_t key = p.keys[b * p.drafts + j - 1];
-          choice = {min(key_id(key), last_id), static_cast<uint32_t>(key >> 32)};
-        }
+    for (int distance = 4; distance > 0; distance /= 2)
+      word = max(word, __shfl_xor_sync(kFullMask, word, distance));
+    // A key that was known before does not tell that the words of the draft before have been read.
+    if (wanted && j <= scored_from) {
+#pragma unroll 1
+      for (int n = 0; n < kMine; ++n) {
+        const int start = kept.starts[row0 + n];
+        if (j > start && start < p.drafts)
+          await_readers(group, (row0 + n) % kGroupRows, j - 1, aborted);
       }
-      if (lane == 0) kept.choices[row] = choice;
     }
+    const int row = row0 + lane / 8, start = kept.starts[row];
+    const uint32_t last_id = static_cast<uint32_t>(p.vocab - 1);
+    uint2 choice{kNoToken, 0};
+    if (j > max(start, scored_from)) {
+      choice = {min(key_word_id(static_cast<uint32_t>(word)), last_id),
+                static_cast<uint32_t>(word >> 32)};
+    } else if (j >= start && start < p.drafts) {
+      const int64_t b = batch_row(row);
+      if (j == 0) {
+        choice.x = static_cast<uint32_t>(clamp_id(p.anchor[b], p.vocab));
+      } else {
+        const uint64_t key = p.keys[b * p.drafts + j - 1];
+        choice = {min(key_id(key), last_id), static_cast<uint32_t>(key >> 32)};
+      }
+    }
+    if (lane % 8 == 0) kept.choices[row] = choice;
     __syncthreads();
+  }
+
+  // Rows 0 .. end - 1 of W2 to where scores read them, by the copy engine: row r is that of id
+  // ids[r]. By all threads, once in each phase of await_rows().
+  __device__ __forceinline__ void return_rows(char* rows, const int* ids, int end) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const int bytes = exchange.rank * 2;
+    if (threadIdx.x == 0) arrive_with_bytes(&kept.returned, end * bytes);
+    // a few of each warp: a warp issues its copies one after the other
+    constexpr int kWarps = kThreads / kWarpSize;
+#pragma unroll 1
+    for (int row = threadIdx.x % kWarpSize * kWarps + threadIdx.x / kWarpSize; row < end;
+         row += kThreads)
+      copy_bytes(shared_address(rows + row * p.pitch),
+                 static_cast<const char*>(p.w2) + static_cast<int64_t>(max(ids[row], 0)) * bytes,
+                 bytes, &kept.returned);
+#endif
+  }
+  __device__ __forceinline__ void await_rows(uint32_t parity) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    wait_for_phase(&kept.returned, parity);
+#endif
   }
 
   __device__ __forceinline__ uint2 choice(int group, int row) const {

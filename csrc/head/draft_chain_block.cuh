@@ -104,6 +104,16 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   // W_hh and W1s, before the launch in front has ended
   uint4 w_gate[3][kParts * kSteps];
   uint2 w_low[kParts * kSteps];
+  const auto load_low = [&](int i) -> uint2 {
+    const int k = (warp * kParts * kSteps + i) * 16 + 4 * t;
+    uint2 w{0, 0};
+    if (has_rank && g < kBlockRank && k < units)
+      asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(w.x), "=r"(w.y)
+                   : "l"(static_cast<const T*>(p.w1) + p.hidden_width +
+                         static_cast<int64_t>(low0 + g) * (p.hidden_width + units) + k));
+    return w;
+  };
 #pragma unroll
   for (int i = 0; i < kParts * kSteps; ++i) {
     const int k = (warp * kParts * kSteps + i) * 16 + 4 * t;
@@ -117,10 +127,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
       const uint2 low = load(row), high = load(row + (has_units ? 8 : 0) * units);
       w_gate[gate][i] = {low.x, high.x, low.y, high.y};
     }
-    const bool real = has_rank && g < kBlockRank;
-    const T* row = static_cast<const T*>(p.w1) + p.hidden_width +
-                   static_cast<int64_t>(real ? low0 + g : 0) * (p.hidden_width + units);
-    w_low[i] = real ? load(row) : uint2{0, 0};
+    if (kTiles == 1) w_low[i] = load_low(i);
   }
   for (int i = threadIdx.x; i < kMost * 48; i += kThreads) gate_totals[i] = 0.0f;
 
@@ -382,11 +389,15 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
 
     if constexpr (kJoint) {  // of this warp's tiles: what the product has taken the place of
       if (scored && resident) {
-        const int end = min(slot_pools ? all_ids : p.lent_rows, tile_end * 16);
-#pragma unroll 4
-        for (int row = tile0 * 16; row < end; ++row) load_row(j, row);
+        product.return_rows(w2_rows, ids + (j & 1) * all_ids,
+                            min(slot_pools ? all_ids : p.lent_rows, tiles * 16));
       }
       if (scored && tile0 < tile_end) prepare(j, tile0);
+    }
+    // Through a product there is no room for W1s: what spills comes back later than it does.
+    if constexpr (kTiles > 1) {
+#pragma unroll
+      for (int i = 0; i < kParts * kSteps; ++i) w_low[i] = load_low(i);
     }
     // S_j (or, where a row starts behind this step, the state that it starts from)
     uint64_t word[kLoads][kWords] = {};
@@ -549,8 +560,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     if (scored) {
       char* const stage = memory + Memory::low_rank + warp * 2 * Memory::kStage;
       if constexpr (kJoint) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncwarp();
+        if (resident) product.await_rows((j - max(begin, scored_from)) & 1);
       }
       unsigned long long best = 0;
       int staged = -1;
