@@ -93,7 +93,7 @@ SPILLS = {
     "verify_tree": 72,
     # judges and readers share 64 registers, and the judges spill; verify_draw of 80 registers 184
     "verify_cut": 368,
-    "verify_dense": 620,  # the same with rows of q, outside its loops
+    "verify_dense": 528,  # the same with rows of q, outside its loops
     "verify_listed": 184,  # outside its loops
     "verify_nucleus": 728,  # of rows that go by value; the others' kernel 84
     "verify_ranked": 760,  # of rows that go by value; the others' kernel 8

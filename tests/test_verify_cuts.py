@@ -415,6 +415,21 @@ def test_rows_behind_the_end_of_a_chain(rule, form):
         assert_same_in(workspace, arguments)
 
 
+@pytest.mark.parametrize("form", ["none", "pool", "dense"])
+def test_rows_left_unread_once_their_chain_has_ended(form):
+    """Rows of several chunks a warp, of slots that are read while one in front is rejected."""
+    generator = torch.Generator().manual_seed(20261207)
+    batch, drafts, vocab = 24, 15, 50_000
+    workspace = verify_chain_workspace(batch, drafts, vocab, dense=form == "dense", device="cuda")
+    for stop in (0, 4, 9):
+        arguments = arguments_of("normal", batch, drafts, vocab, form, generator)
+        likely = arguments["target_logits"][:, :drafts].float().argmax(-1)
+        accepted = torch.arange(drafts) < stop
+        arguments["draft_tokens"] = likely.where(accepted, arguments["draft_tokens"])
+        arguments |= {"top_k": None, "logprobs": False}
+        assert_same_in(workspace, arguments)
+
+
 def test_weights_apart_among_values_near_zero():
     """Temperatures at which the bins around 0 hold most of a row, or all of it."""
     generator = torch.Generator().manual_seed(20261201)

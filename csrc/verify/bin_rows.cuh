@@ -33,7 +33,15 @@ class FixedWeights {
   bool huge_;
 };
 
-// -0 is +0: its tokens, `minus_zeros`, are counted with those of +0.
+// The four bins from `bin` on, where -0 is +0: its tokens, `minus_zeros`, are counted with those of
+// +0.
+__device__ __forceinline__ uint4 join_zeros_at(int bin, uint4 bins, uint32_t minus_zeros) {
+  static_assert(kZeroBin % 4 == 3);
+  if (bin == kZeroBin - 3) bins.w += minus_zeros;
+  if (bin == kZeroBin + 1) bins.x = 0;
+  return bins;
+}
+// The same of a lane's bins of a row.
 __device__ __forceinline__ uint4 join_zeros(int row, uint4 bins, uint32_t minus_zeros) {
   const int lane = threadIdx.x % kWarpSize;
   static_assert(kZeroBin % kRowBins == kRowBins - 1);
@@ -42,27 +50,26 @@ __device__ __forceinline__ uint4 join_zeros(int row, uint4 bins, uint32_t minus_
   return bins;
 }
 
-// The logits of a lane's bins of a row; that of -0, which is empty, does not matter.
-struct LaneLogits {
+// The logits of the four bins from `bin` on; that of -0, which is empty, does not matter.
+struct BinLogits {
   float of[4];
 
-  __device__ __forceinline__ explicit LaneLogits(int row) {
-    const int lane = threadIdx.x % kWarpSize, bin = row * kRowBins + lane * 4;
-    const bool negative = row >= kHalfBins / kRowBins;
+  __device__ __forceinline__ explicit BinLogits(int bin) {
+    const bool negative = bin >= kHalfBins;
     const uint32_t first =
         negative ? 0x8000u + kGreatestBits - (kValueBins - 1) + bin : kGreatestBits - bin;
 #pragma unroll
     for (int j = 0; j < 4; ++j) of[j] = __uint_as_float((negative ? first + j : first - j) << 16);
-    if (row == kZeroBin / kRowBins && lane == kWarpSize - 1) of[3] = 0.0f;
+    if (bin == kZeroBin - 3) of[3] = 0.0f;
   }
 };
 
-// What is in a lane's bins of a row, as far as it has weight. near_mass: what the tokens of the
-// bin of 0 weigh more than 0 does
-__device__ __forceinline__ void weigh_bins(const FixedWeights& weights, const RowLaw& law, int row,
+// What is in the four bins from `bin` on, as far as it has weight. near_mass: what the tokens of
+// the bin of 0 weigh more than 0 does
+__device__ __forceinline__ void weigh_bins(const FixedWeights& weights, const RowLaw& law, int bin,
                                            const uint4& bins, uint64_t near_mass, bool counted,
                                            CountAndMass (&in)[4]) {
-  const LaneLogits logits(row);
+  const BinLogits logits(bin);
   const uint32_t counts[4] = {bins.x, bins.y, bins.z, bins.w};
 #pragma unroll
   for (int j = 0; j < 4; ++j) in[j] = {counts[j] * weights.of(logits.of[j]), 0};
@@ -75,17 +82,16 @@ __device__ __forceinline__ void weigh_bins(const FixedWeights& weights, const Ro
 #pragma unroll
     for (int j = 0; j < 4; ++j) in[j].count = law.weight(logits.of[j]) > 0.0f ? counts[j] : 0;
   }
-  if (row == kZeroBin / kRowBins && threadIdx.x % kWarpSize == kWarpSize - 1)
-    in[3].mass += near_mass;
+  if (bin == kZeroBin - 3) in[3].mass += near_mass;
 }
 __device__ __forceinline__ CountAndMass sum_bins(const CountAndMass (&in)[4]) {
   return {in[0].mass + in[1].mass + in[2].mass + in[3].mass,
           in[0].count + in[1].count + in[2].count + in[3].count};
 }
 // Of the tokens whose exponent is not below `lowest`.
-__device__ __forceinline__ uint64_t heavy_bins(const RowLaw& law, int row, float lowest,
+__device__ __forceinline__ uint64_t heavy_bins(const RowLaw& law, int bin, float lowest,
                                                const CountAndMass (&in)[4]) {
-  const LaneLogits logits(row);
+  const BinLogits logits(bin);
   uint64_t mass = 0;
 #pragma unroll
   for (int j = 0; j < 4; ++j)

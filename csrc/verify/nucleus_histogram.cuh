@@ -36,58 +36,54 @@ class NucleusHistogram {
   }
 
  private:
-  static constexpr int kAtOnce = 4;  // rows of a warp
-  static_assert(kOctaves % (kAtOnce * Team::kWarps) == 0);
+  // A thread sums up bins that are next to each other, and nobody waits for anybody: while others
+  // count, a trip to shared memory takes some 500 cycles.
+  static constexpr int kOwnBins = kValueBins / Team::kThreads;
+  static constexpr int kLaneSums = Team::kThreads / kWarpSize;  // of the warp that searches
+  static_assert(Team::kThreads <= BinRows::kCount - kWarpSize && kLaneSums == 4);
 
   // Leaves the cut in s.cut, or says that it is unclear.
   __device__ __forceinline__ void find_bin(const RowLaw& law, const FilterParams& filters,
                                            float lowest, bool has_near) const {
-    const int warp = Team::rank() / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int lane = threadIdx.x % kWarpSize;
     const bool weighed = filters.by_weight();
     const uint32_t minus_zeros = s_.count[kZeroBin + 1];
     const uint64_t near = has_near ? s_.near_mass : 0;
     const FixedWeights weights(law);
-#pragma unroll 1
-    for (int first = warp; first < kOctaves; first += kAtOnce * Team::kWarps) {
-      uint4 bins[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n)
-        bins[n] =
-            join_zeros(first + n * Team::kWarps, load_bins(first + n * Team::kWarps), minus_zeros);
-      // two rows at a time, so that their chains of instructions overlap
-#pragma unroll
-      for (int n = 0; n < kAtOnce; n += 2) {
-        uint64_t mass[2] = {0, 0}, heavy[2] = {0, 0};
-        const uint4 &a = bins[n], &b = bins[n + 1];
-        if (__any_sync(kFullMask, (a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w) != 0)) {
-          CountAndMass in[2][4];
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            const int row = first + (n + m) * Team::kWarps;
-            weigh_bins(weights, law, row, bins[n + m], near, false, in[m]);
-            mass[m] = warp_sum(sum_bins(in[m]).mass);
-          }
-          if (weighed) {
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-              heavy[m] = warp_sum(heavy_bins(law, first + (n + m) * Team::kWarps, lowest, in[m]));
-          }
-        }
-        if (lane < 2) {
-          const int row = first + (n + lane) * Team::kWarps;
-          s_.rows.mass[row] = lane == 0 ? mass[0] : mass[1];
-          if (weighed) s_.rows.heavy[row] = lane == 0 ? heavy[0] : heavy[1];
-        }
+    {
+      uint64_t mass = 0, heavy = 0;
+#pragma unroll 4
+      for (int n = 0; n < kOwnBins / 4; ++n) {
+        // lanes in different banks
+        const int bin = Team::rank() * kOwnBins + (n + lane) % (kOwnBins / 4) * 4;
+        CountAndMass in[4];
+        weigh_bins(weights, law, bin, load_bins(bin, minus_zeros), near, false, in);
+        mass += sum_bins(in).mass;
+        if (weighed) heavy += heavy_bins(law, bin, lowest, in);
       }
+      s_.rows.mass[Team::rank()] = mass;
+      if (weighed) s_.rows.heavy[Team::rank()] = heavy;
     }
     Team::sync();
-    if (warp != Team::kWarps - 1) return;
+    if (Team::rank() / kWarpSize != Team::kWarps - 1) return;
 
-    const ulonglong2 two = reinterpret_cast<const ulonglong2*>(s_.rows.mass)[lane];
+    CountAndMass own[kLaneSums];
+#pragma unroll
+    for (int n = 0; n < kLaneSums; n += 2) {
+      const ulonglong2 two =
+          reinterpret_cast<const ulonglong2*>(s_.rows.mass)[(kLaneSums * lane + n) / 2];
+      own[n] = {two.x, 0};
+      own[n + 1] = {two.y, 0};
+    }
     uint64_t total, unused;
-    const uint64_t before = before_lane(two.x + two.y, &total);
+    const uint64_t before = before_lane(sum_bins(own).mass, &total);
     uint64_t kept = total;
-    if (weighed) kept = warp_sum(s_.rows.heavy[2 * lane] + s_.rows.heavy[2 * lane + 1]);
+    if (weighed) {
+      uint64_t heavy = 0;
+#pragma unroll
+      for (int n = 0; n < kLaneSums; ++n) heavy += s_.rows.heavy[kLaneSums * lane + n];
+      kept = warp_sum(heavy);
+    }
     const uint64_t target =
         nucleus_cut(filters.order == FilterOrder::kVllm ? kept : total, filters.top_p);
     ValueCut cut{-INFINITY, -1, kept};
@@ -95,14 +91,15 @@ class NucleusHistogram {
     bool unclear = false;
     if (filters.by_mass() && target <= kept) {
       const auto reached = [&](const CountAndMass& sums) { return sums.mass >= target; };
-      const CountAndMass own[2] = {{two.x, 0}, {two.y, 0}};  // a lane has two rows
-      const Crossing row = find_crossing(2 * lane, {before, 0}, own, reached).shared();
+      const Crossing sum = find_crossing(kLaneSums * lane, {before, 0}, own, reached).shared();
+      // of the thread's bins four a lane, none for those behind
+      const int first = sum.at * kOwnBins + 4 * lane;
       CountAndMass in[4];
-      weigh_bins(weights, law, row.at, join_zeros(row.at, load_bins(row.at), minus_zeros), near,
+      weigh_bins(weights, law, first,
+                 4 * lane < kOwnBins ? load_bins(first, minus_zeros) : uint4{0, 0, 0, 0}, near,
                  true, in);
-      const uint64_t in_row = before_lane(sum_bins(in).mass, &unused);
-      const Crossing bin =
-          find_crossing(row.at * kRowBins + lane * 4, {row.before.mass + in_row, 0}, in, reached);
+      const uint64_t in_sum = before_lane(sum_bins(in).mass, &unused);
+      const Crossing bin = find_crossing(first, {sum.before.mass + in_sum, 0}, in, reached);
       writer = bin.lane;
       if (lane == writer)
         cut = cut_ties(bin_logit(bin.at), bin.before.mass, bin.in.count, target, law);
@@ -120,8 +117,8 @@ class NucleusHistogram {
     }
   }
 
-  __device__ __forceinline__ uint4 load_bins(int row) const {
-    return reinterpret_cast<const uint4*>(s_.count)[row * kWarpSize + threadIdx.x % kWarpSize];
+  __device__ __forceinline__ uint4 load_bins(int bin, uint32_t minus_zeros) const {
+    return join_zeros_at(bin, reinterpret_cast<const uint4*>(s_.count)[bin / 4], minus_zeros);
   }
 
   // What the lanes before this one have, and all. Through memory: where others count meanwhile,
@@ -129,7 +126,7 @@ class NucleusHistogram {
   __device__ __forceinline__ uint64_t before_lane(uint64_t own, uint64_t* total) const {
     const int lane = threadIdx.x % kWarpSize;
     __syncwarp();  // the lanes may still be read
-    uint64_t* lanes = s_.rows.mass + kOctaves;
+    uint64_t* lanes = s_.rows.mass + Team::kThreads;
     lanes[lane] = own;
     __syncwarp();
     uint64_t before = 0;

@@ -4,6 +4,8 @@
 
 namespace domino {
 
+// verify_dense.cu: a cluster to each request, once its rows have been judged.
+void (*dense_counted_draw())(VerifyChainParams);
 // verify_listed.cu: a cluster to each row.
 void launch_listed(const LaunchShape& shape, const VerifyChainParams& p, void* stream);
 // verify_ranked.cu, verify_nucleus.cu: all in one launch, if it is a call for that.
@@ -42,7 +44,7 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
     else
       launch_listed(shape, p, stream);
   } else {
-    counted = !dense && p.top_k == nullptr && counts_judged(p) && device.major >= 9;
+    counted = p.top_k == nullptr && counts_judged(p) && device.major >= 9;
     const auto cut = dense                ? of_dense.cut
                      : p.top_k == nullptr ? verify_cut_kernel<false, false, false>  // races nothing
                      : draws_every_row(p) ? verify_cut_kernel<true>
@@ -56,7 +58,8 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
     launch_kernel(shape, as_stream(stream), cut, p, static_cast<int>(rows));
   }
   if (const int status = launched(); status != kOk) return status;
-  const auto draw = dense                          ? of_dense.draw
+  const auto draw = dense && counted               ? dense_counted_draw()
+                    : dense                        ? of_dense.draw
                     : draws_every_row(p)           ? verify_draw_kernel<VerifyRule::kMatch>
                     : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
                     : counted      ? verify_draw_kernel<VerifyRule::kToken, 3, false, true>

@@ -3,11 +3,12 @@
 // through rows one after the other. Most of its warps read, and go on to the next row; the others
 // find where the filters cut the row that has been read, and judge its draft. So no block's loads
 // stop while it judges. Rows are taken slot by slot over the batch, and what lies behind a draft
-// that has been rejected by then is left out. Where a row has a top-k, cut, verdict and race need
-// no more than the tokens above a bound (listed_tokens.cuh); otherwise values are counted
-// (row_counter.cuh). Requests without a filter take the row's statistics instead, chunk by chunk as
-// in row_chunks.cuh. With dense q the row of q follows its target row (draft_row.cuh). Bytes: every
-// row once; bound by HBM, without a top-k as much by shared memory.
+// that has been rejected by then is left out, without a top-k the rest of a row on its way as well.
+// Where a row has a top-k, cut, verdict and race need no more than the tokens above a bound
+// (listed_tokens.cuh); otherwise values are counted (row_counter.cuh). Requests without a filter
+// take the row's statistics instead, chunk by chunk as in row_chunks.cuh. With dense q the row of q
+// follows its target row (draft_row.cuh). Bytes: every row once; bound by HBM, without a top-k as
+// much by shared memory.
 #pragma once
 
 #include "verify/draft_row.cuh"
@@ -42,7 +43,8 @@ struct RowBuffer {
 // What is known of a row before it has been read.
 struct RowAhead {
   SlotAhead slot;
-  bool behind_end;  // of its request's chain
+  bool behind_end;  // of its request's chain, by the time its target row has been read
+  bool draft_left;  // and by the time its row of q has been, which warps may have left unread
   union {
     PoolAhead pool;
     AboutPart draft[kRowReadWarps];  // where q has rows, once they are read
@@ -90,6 +92,29 @@ __device__ __forceinline__ void leave_end(const VerifyChainParams& p, int64_t b,
     atomicMax(at, static_cast<unsigned long long>(p.drafts + 1 - i));
 }
 
+// Whether row i of request b has come to lie behind its chain's end while it is read.
+template <bool kWatches>
+class EndWatch {
+ public:
+  __device__ __forceinline__ EndWatch(const VerifyChainParams& p, int64_t b, int i)
+      : at_(reinterpret_cast<const uint32_t*>(chain_end(p, b))),
+        rows_(static_cast<uint32_t>(p.drafts + 1 - i)) {}
+
+  // As the call before has found: its load had until now to arrive. By whole warps.
+  __device__ __forceinline__ bool ended() {
+    if (!kWatches) return false;
+    const bool ended = __any_sync(kFullMask, word_ > rows_);
+    if (at_ != nullptr)
+      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word_) : "l"(at_) : "memory");
+    return ended;
+  }
+
+ private:
+  const uint32_t* at_;
+  uint32_t rows_;  // of the request from this one on
+  uint32_t word_ = 0;
+};
+
 __device__ __forceinline__ RowSource<bf16> source_at(const bf16* row, int vocab) {
   return RowSource<bf16>({row, DType::kBF16}, RowEdits{}, vocab);
 }
@@ -119,9 +144,11 @@ __device__ __forceinline__ void take_chunk(Group<bf16> (&groups)[kLaneGroups],
 
 // Sums up about the row of q, whose first two chunks are on their way, the first in `later` where
 // `odd`. By the readers.
+template <bool kWatches>
 __device__ __forceinline__ void read_draft(RowAhead& known, const RowSource<bf16>& draft, int last,
                                            bool odd, Group<bf16> (&ahead)[kLaneGroups],
-                                           Group<bf16> (&later)[kLaneGroups]) {
+                                           Group<bf16> (&later)[kLaneGroups],
+                                           EndWatch<kWatches>& watch) {
   const int warp = threadIdx.x / kWarpSize;
   AboutSum about(law_scale(known.request.get().draft_temperature));
   const auto take = [&](const Group<bf16>& group, int) { about.add(group); };
@@ -134,6 +161,10 @@ __device__ __forceinline__ void read_draft(RowAhead& known, const RowSource<bf16
     }
     odd = false;
     take_chunk(later, draft, chunk + 2 * kRowReadWarps, last, take);
+    if (watch.ended()) {
+      if (threadIdx.x % kWarpSize == 0) known.draft_left = true;
+      return;
+    }
   }
   about.leave(known.draft + warp);
 }
@@ -156,7 +187,10 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
     row = row.plus(b * p.target_batch_stride + i * p.target_row_stride);
     load_first(RowSource<bf16>(row, RowEdits{}, vocab));
   }
-  if (threadIdx.x == 0) known.behind_end = end > static_cast<unsigned>(p.drafts + 1 - i);
+  if (threadIdx.x == 0) {
+    known.behind_end = end > static_cast<unsigned>(p.drafts + 1 - i);
+    known.draft_left = false;
+  }
   wait_at<Stage::kClear>(at);
   if (i >= known.request.get().rows || known.behind_end) return arrive_at<Stage::kRead>(at);
   if (p.cu_rows != nullptr) {
@@ -173,6 +207,7 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
     arrive_at<Stage::kRead>(at);
   } else {
     RowCounter<kRowReaders> counter(buffer.shared);
+    EndWatch<!kRanks> watch(p, b, i);
     // the row of q follows without a pause
     const int own = ceil_div(max(last - warp, 0), kRowReadWarps) * kRowReadWarps;
     const bf16* draft = nullptr;
@@ -198,11 +233,13 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
       take_chunk(groups, source_at(from, vocab), next, last,
                  [&](const Group<bf16>& group, int g) { add(group, token + g * kGroupStep); });
     };
+    bool left = false;  // since nobody wants the rest
     const auto take_all = [&](auto add) {
 #pragma unroll 1
       for (int chunk = warp; chunk < last; chunk += 2 * kRowReadWarps) {
         take(ahead, chunk, add);
         if (chunk + kRowReadWarps < last) take(later, chunk + kRowReadWarps, add);
+        if ((left = watch.ended())) break;
       }
     };
     // a loop each: what is listed takes a tenth of the code
@@ -211,7 +248,9 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
     else
       take_all([&](const Group<bf16>& group, int) { counter.count(group); });
     counter.leave_top();
+    if (left && lane == 0) known.behind_end = true;
     arrive_at<Stage::kRead>(at);
+    if (left) return;
     if constexpr (kDense) {
       if (draft != nullptr) {
         const RowSource<bf16> from = source_at(draft, vocab);
@@ -221,7 +260,7 @@ __device__ __forceinline__ void read_row(const VerifyChainParams& p, const Chain
         if (own == 0 && first < last) load_tokens(from, first, ahead);
         if (own == 0 && first + kRowReadWarps < last)
           load_tokens(from, first + kRowReadWarps, later);
-        return read_draft(known, from, last, odd, ahead, later);
+        return read_draft(known, from, last, odd, ahead, later, watch);
       }
     }
   }
@@ -299,7 +338,8 @@ __device__ __forceinline__ void judge_row(const VerifyChainParams& p, const Chai
           slot.logit < filter.cut_logit)
         leave_end(p, b, i);
       meet_draft();
-      if (is_close(law, filter, slot, p.vocab)) settle_draft(p, b, i, known);
+      if ((kRanks || !known.draft_left) && is_close(law, filter, slot, p.vocab))
+        settle_draft(p, b, i, known);
     }
   };
   RowStats stats{1, key_logit(shared.found.top), -1, 0, 0};
@@ -379,23 +419,22 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     }
     return;
   }
-  // what the request of a row wants, and what is known of its slot: with a pool that takes four
-  // trips to memory, so that it waits until the row is on its way
-  constexpr bool kSlotLater = !kRanks && !kDense;
+  // what the request of a row wants, and what is known of its slot: that takes up to four trips to
+  // memory, so that without a top-k another warp does it, once the row is on its way
+  constexpr bool kSlotLater = !kRanks;
   const auto look = [&](const ChainRequest& r, int row, RowAhead& ahead) {
     const int i = static_cast<int>(row / batch);
     if (i >= r.rows) return;
     const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(p.vocab));
     const SlotAhead known = dense_slot_ahead<kDense>(r, i, source, &ahead.pool);
-    if (Judges::rank() == 0) ahead.slot = known;
+    if (threadIdx.x % kWarpSize == 0) ahead.slot = known;
   };
   const auto prepare = [&](int row, int turn) {
-    if (Judges::rank() >= kWarpSize) return;
-    if (kSlotLater && turn > 0 && row - step < rows) {
+    if (kSlotLater && Judges::rank() / kWarpSize == 1 && turn > 0 && row - step < rows) {
       RowAhead& before = shared.ahead[(turn - 1) % kRowsAhead];
       look(ChainRequest(p, before.request.get()), row - step, before);
     }
-    if (row >= rows) return;
+    if (Judges::rank() >= kWarpSize || row >= rows) return;
     RowAhead& ahead = shared.ahead[turn % kRowsAhead];
     const unsigned b = row % batch;
     const FilterParams filters = read_filters(p, b);
@@ -413,13 +452,13 @@ __global__ void __launch_bounds__(kCutThreads, 2)
       const unsigned i = row / batch, b = row - i * batch;
       judge_row<kByPosition, kDense, kRanks>(p, chunks, b, static_cast<int>(i), shared.buffers[at],
                                              shared.ahead[turn % kRowsAhead], at);
-      if (!kRanks && !kDense && counts_judged(p) && Judges::rank() == 0)
-        count_judged(judged_count(p, b));
+      if (!kRanks && counts_judged(p) && Judges::rank() == 0) count_judged(judged_count(p, b));
       Judges::sync();
     }
     if (next >= rows) continue;
     shared.buffers[at].template clear<kRanks>();
     arrive_at<Stage::kClear>(at);
+    if (kSlotLater && turn < 0) Judges::sync();  // the other warp goes by the request
   }
 }
 

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
       if (kDense && slot.status >> kKeptShift != 0)
         last = race_kept(r, stop, outcome, slot, kept_tokens(chunks, p, b, stop), race);
       else
-        last = draw_token<(kResident > 2)>(cluster, r, stop, outcome, slot, race);
+        last = draw_token<(kResident > 2 || kCounted)>(cluster, r, stop, outcome, slot, race);
       if (last >= 0 || outcome == Outcome::kDraw) break;
       bits |= kZeroResidual;  // nothing was left to replace the draft
       outcome = Outcome::kDraw;
