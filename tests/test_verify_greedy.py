@@ -63,6 +63,21 @@ def test_ties_take_the_lowest_id(generator):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch, vocab", [(1, 32000), (3, 32000), (8, 32000), (8, 30011)])
+def test_every_group_of_a_row_belongs_to_a_part(batch, vocab):
+    """The greatest logit of each row in another group, over all of them."""
+    target = torch.full((batch, 16, vocab), -1.0, dtype=torch.bfloat16, device="cuda")
+    row = torch.arange(batch * 16, device="cuda")
+    for first in range(0, vocab, 8 * len(row)):
+        tokens = (first + 8 * row + row % 8).clamp(max=vocab - 1)
+        target.view(-1, vocab)[row, tokens] = 1.0
+        tokens = tokens.view(batch, 16)
+        result = verify_chain(target, tokens[:, :15].contiguous(), logprobs=False)
+        assert torch.equal(result.tokens, tokens)
+        target.fill_(-1.0)
+
+
+@pytest.mark.gpu
 def test_ragged_inactive_edited_and_strided(generator):
     arguments = make(6, 7, 1000, generator)
     cu_rows = torch.tensor([0, 8, 8, 11, 19, 20, 26], dtype=torch.int32)

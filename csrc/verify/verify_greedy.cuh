@@ -8,7 +8,8 @@
 // launch fails (cudaErrorLaunchFailure) instead of hanging.
 //
 // Bytes: every row once. Bound by HBM; at small batches by what comes before the first load and
-// behind the last: a trip to the L2 and back, some hundred instructions.
+// behind the last: a trip to the L2 and back, some hundred instructions that run for the first time
+// in a launch. So no loop is unrolled there, and addresses are worked out ahead.
 #pragma once
 
 #include "common/copy_async.cuh"
@@ -36,28 +37,39 @@ __device__ __forceinline__ ulonglong2 load_pair_if(bool exists, const unsigned l
   return out;
 }
 
+__device__ __forceinline__ void keep_one(uint32_t& value) { asm volatile("" : "+r"(value)); }
+template <class T>
+__device__ __forceinline__ void keep_one(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+// Worked out here, and not again further on, where they are needed at once.
+template <class... Values>
+__device__ __forceinline__ void keep_at_hand(Values&... values) {
+  (keep_one(values), ...);
+}
+
 constexpr int kMostPolls = 1 << 24;  // of a word: ten seconds and more
 
-// The greatest of this lane's words of a row, each waited for and then cleared; where one does not
-// come, *stop is -1 (shared). A warp calls it.
+// The greatest of this lane's words of a row, each waited for and then cleared. *missing: one of
+// the row's did not come. A warp calls it.
 __device__ __forceinline__ unsigned long long collect_words(unsigned long long* words, int count,
-                                                            int* stop) {
+                                                            bool* missing) {
   constexpr int kPairs = kMostGreedyParts * kGreedyWarps / (2 * kWarpSize);  // of a lane
   words += threadIdx.x % kWarpSize * 2;
   count -= threadIdx.x % kWarpSize * 2;
   ulonglong2 found[kPairs];
-  bool missing;
   int polls = 0;
+#pragma unroll 1
   do {
-    missing = false;
+    *missing = false;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n)
       found[n] = load_pair_if(n * 2 * kWarpSize < count, words + n * 2 * kWarpSize);
 #pragma unroll
     for (int n = 0; n < kPairs; ++n)
-      missing |= n * 2 * kWarpSize < count && (found[n].x == 0 || found[n].y == 0);
-  } while (missing && ++polls < kMostPolls);
-  if (missing) atomicMin(stop, -1);
+      *missing |= n * 2 * kWarpSize < count && (found[n].x == 0 || found[n].y == 0);
+    *missing = __any_sync(kFullMask, *missing);
+  } while (*missing && ++polls < kMostPolls);
   unsigned long long most = 0;
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
@@ -170,15 +182,72 @@ __device__ __forceinline__ unsigned long long greatest_of(const RowSource<T>& so
   for (int n = begin + thread; n < end; n += kGreedyThreads)
     take(source.group(n * kGroup), n * kGroup);
 
-  const uint32_t own = logit_key(top), key = __reduce_max_sync(kFullMask, own);
-  uint32_t id = ~0u;
-  if (own == key) {
+  const uint32_t own = logit_key(top);
+  uint32_t id = ~0u;  // worked out by all lanes while the greatest is found
 #pragma unroll
-    for (int j = kGroup - 1; j >= 0; --j)
-      if (best.at(j) == top) id = best_token + j;
-  }
-  id = __reduce_min_sync(kFullMask, id);
+  for (int j = kGroup - 1; j >= 0; --j)
+    if (best.at(j) == top) id = best_token + j;
+  const uint32_t key = __reduce_max_sync(kFullMask, own);
+  id = __reduce_min_sync(kFullMask, own == key ? id : ~0u);
   return static_cast<unsigned long long>(key) << 32 | ~id;
+}
+
+// What the walk keeps of a row: its token + 1 (0: none), its status bits, whether the chain ends.
+constexpr uint32_t kRowToken = 0xffffff, kRowMissing = 1u << 30, kRowStops = 1u << 31;
+constexpr int kRowStatus = 24;
+static_assert(kMaxVocab <= kRowToken);
+
+// By a request's last block, a warp a row; the first slot that stops ends the request. words:
+// [rows, count]; x: the draft of slot `warp`.
+template <class Request>
+__device__ __forceinline__ void walk_greedy(const Request& r, unsigned long long* words, int count,
+                                            int64_t x) {
+  __shared__ uint32_t shared_rows[kGreedyWords / kGreedyWarps];
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int drafts = static_cast<int>(r.p.drafts);
+  int64_t* tokens = r.p.tokens + r.b * (r.p.drafts + 1) + lane;
+  int32_t* num_accepted = r.p.num_accepted + r.b;
+  int32_t* num_emitted = r.p.num_emitted + r.b;
+  uint8_t* status = r.p.status + r.b;
+  keep_at_hand(tokens, num_accepted, num_emitted, status);
+  __syncthreads();  // before that, polls would be in the way of other warps' loads
+#pragma unroll 1
+  for (int row = warp; row < r.rows; row += kGreedyWarps) {
+    if (row != warp) x = row < r.rows - 1 ? r.draft_token(row) : -1;
+    const bool exists = x >= 0 && x < r.p.vocab;
+    uint32_t draft = exists ? static_cast<uint32_t>(x) : ~0u;
+    uint32_t bad_id = exists || x == -1 ? 0u : kBadId << kRowStatus;
+    keep_at_hand(draft, bad_id);
+    bool missing;
+    const unsigned long long most = collect_words(words + row * count, count, &missing);
+    const uint32_t key = static_cast<uint32_t>(most >> 32);
+    const uint32_t top = __reduce_max_sync(kFullMask, key);
+    const uint32_t id =
+        ~__reduce_max_sync(kFullMask, key == top ? static_cast<uint32_t>(most) : 0u);
+    const uint32_t faults = row_faults(key_logit(top));
+    if (lane == 0)
+      shared_rows[row] = missing       ? kRowMissing
+                         : faults != 0 ? faults << kRowStatus | kRowStops
+                                       : (id + 1) | bad_id | (id != draft ? kRowStops : 0u);
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  int stop = INT32_MAX;
+#pragma unroll 1
+  for (int row = lane; row - lane <= drafts; row += kWarpSize, tokens += kWarpSize) {
+    const uint32_t found = row < r.rows ? shared_rows[row] : 0u;
+    if (__any_sync(kFullMask, found == kRowMissing)) __trap();
+    const unsigned stops = __ballot_sync(kFullMask, (found & kRowStops) != 0);
+    if (stops != 0) stop = min(stop, row - lane + __ffs(stops) - 1);
+    // an accepted draft is the row's argmax
+    const int64_t token = row <= stop ? static_cast<int64_t>(found & kRowToken) - 1 : -1;
+    if (row <= drafts) *tokens = token;
+    if (row == stop) {
+      *num_accepted = stop;
+      *num_emitted = stop + (token >= 0 ? 1 : 0);
+      *status = static_cast<uint8_t>(found >> kRowStatus & (kNonFinite | kEmptyRow | kBadId));
+    }
+  }
 }
 
 // Grid: (parts of a row, rows, requests from `first` on). share: groups of a part. T: the dtype of
@@ -186,15 +255,15 @@ __device__ __forceinline__ unsigned long long greatest_of(const RowSource<T>& so
 template <class T, class Request>
 __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
     verify_greedy_kernel(int64_t first, int share, const __grid_constant__ VerifyChainParams p) {
-  __shared__ int shared_stop;
   const int part = blockIdx.x, parts = gridDim.x, i = blockIdx.y;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int64_t b = first + blockIdx.z, out = b * (p.drafts + 1);
+  const int64_t b = first + blockIdx.z;
   const Request r(p, b);
   if (r.rows == 0) {
     if (part + i != 0) return;
     if (threadIdx.x == 0) emit_counts(r, 0, -1, r.faults);
-    for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
+    for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads)
+      p.tokens[b * (p.drafts + 1) + n] = -1;
     return;
   }
   if (i >= r.rows) return;
@@ -209,40 +278,12 @@ __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
   const int begin = part * share;
   const int end = min(begin + share, (source.vocab + kGroup - 1) / kGroup);
   // what lies in HBM of all that is needed behind the loads
-  int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
+  const int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
   if (lane == 0) prefetch_l2(own_word);
+  keep_at_hand(own_word);
   const unsigned long long word = greatest_of(source, begin, end);
   if (lane == 0) store_word(own_word, word);
-  if (!walks) return;
-
-  // A warp a row; the first slot that stops ends the request. Lane 0 writes the row's token, and
-  // takes it back where the request ended in front of it.
-  if (threadIdx.x == 0) shared_stop = INT32_MAX;
-  __syncthreads();
-  for (int row = warp; row < r.rows; row += kGreedyWarps) {
-    if (row != warp) x = row < r.rows - 1 ? r.draft_token(row) : -1;
-    const unsigned long long most = collect_words(words + row * row_words, row_words, &shared_stop);
-    const uint32_t row_key = static_cast<uint32_t>(most >> 32);
-    const uint32_t row_top = __reduce_max_sync(kFullMask, row_key);
-    const uint32_t row_id =
-        ~__reduce_max_sync(kFullMask, row_key == row_top ? static_cast<uint32_t>(most) : 0u);
-    const uint32_t faults = row_faults(key_logit(row_top));
-    const int64_t token = faults == 0 ? static_cast<int64_t>(row_id) : -1;
-    if (lane == 0) {
-      p.tokens[out + row] = token;  // an accepted draft is the row's argmax
-      const bool bad_id = faults == 0 && (x < -1 || x >= p.vocab);
-      if (token < 0 || x != token) atomicMin(&shared_stop, row * 8 + (bad_id ? 4 : 0) + faults);
-    }
-  }
-  __syncthreads();
-  if (shared_stop < 0) __trap();  // here it leaves the code of the rows as it was
-  const int stop = shared_stop / 8;
-  const uint32_t faults = shared_stop & 3;
-  for (int row = warp; row < r.rows; row += kGreedyWarps)
-    if (lane == 0 && row > stop) p.tokens[out + row] = -1;
-  for (int64_t n = r.rows + threadIdx.x; n <= p.drafts; n += kGreedyThreads) p.tokens[out + n] = -1;
-  if (threadIdx.x == 0)
-    emit_counts(r, stop, faults == 0 ? 0 : -1, faults | ((shared_stop & 4) != 0 ? kBadId : 0u));
+  if (walks) walk_greedy(r, words, row_words, x);
 }
 
 // The lowest id of a row whose logit is `top`, the greatest: it is in the first chunk with that
