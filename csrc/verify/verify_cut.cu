@@ -26,25 +26,27 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
                          : rows <= 32     ? 4
                          : rows <= 64     ? 2
                                           : 1;
+  const bool dense = is_dense(p) && !draws_every_row(p);
+  const bool in_turn = rows > resident && p.chosen_logprob == nullptr;
+  const bool counted =  // rows, as they are judged
+      in_turn && p.top_k == nullptr && counts_judged(p) && device.major >= 9;
   const bool large_clusters = device.major == 9 || device.major == 10;
   const int draw_blocks = device.major < 9                 ? 1
                           : p.batch <= 8 && large_clusters ? kMostClusterBlocks
                           : p.batch <= 16                  ? 8
+                          : dense && counted               ? 3  // of 128 registers: all at once
                                                            : 4;
   if (rows * row_blocks > INT32_MAX - kRowBuffers * resident || p.batch * draw_blocks > INT32_MAX)
     return kBadArgument;
   LaunchShape shape{dim3(static_cast<unsigned>(rows * row_blocks)), kCutThreads};
   shape.cluster = row_blocks;
-  const bool dense = is_dense(p) && !draws_every_row(p);
   const DenseKernels of_dense = dense ? dense_kernels(p) : DenseKernels{};
-  bool counted = false;  // rows, as they are judged
-  if (rows <= resident || p.chosen_logprob != nullptr) {
+  if (!in_turn) {
     if (dense)
       launch_kernel(shape, as_stream(stream), of_dense.listed, p);
     else
       launch_listed(shape, p, stream);
   } else {
-    counted = p.top_k == nullptr && counts_judged(p) && device.major >= 9;
     const auto cut = dense                ? of_dense.cut
                      : p.top_k == nullptr ? verify_cut_kernel<false, false, false>  // races nothing
                      : draws_every_row(p) ? verify_cut_kernel<true>

@@ -438,7 +438,9 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     RowAhead& ahead = shared.ahead[turn % kRowsAhead];
     const unsigned b = row % batch;
     const FilterParams filters = read_filters(p, b);
-    const ChainRequest r(p, b);
+    const float draft_temperature =
+        kDense && p.draft_temperature != nullptr ? p.draft_temperature[b] : 0.0f;
+    const ChainRequest r(p, b, kDense ? &draft_temperature : nullptr);
     if (Judges::rank() == 0) ahead.request.set(r, filters);
     if (!kSlotLater) look(r, row, ahead);
   };
