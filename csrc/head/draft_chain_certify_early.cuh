@@ -175,6 +175,7 @@ __device__ __noinline__ bool look_closer(const ChainBlockParams& p, const EarlyM
   bool passes = false;
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
+    if (!__any_sync(kFullMask, asks[i])) continue;
     const int n = eight * kTileColumns + column + i % 2;
     const int limit =
         screen_limit(screen_winner(memory.columns[n]), base[i], memory.quantised[n], scale);
@@ -186,10 +187,7 @@ __device__ __noinline__ bool look_closer(const ChainBlockParams& p, const EarlyM
                           __shfl_sync(kFullMask, base[i], from));
     }
   }
-  if (passes)  // what will be scored, by lines
-    for (int i = lane; i < kTileRows * 4; i += kWarpSize)
-      if (const int64_t v = row0 + i / 4; v < p.vocab && i % 4 * 64 < p.rank)
-        prefetch_l2(static_cast<const T*>(p.w2) + v * p.rank + i % 4 * 64);
+  if (passes) prefetch_rows<T>(p, row0);
   return passes;
 }
 

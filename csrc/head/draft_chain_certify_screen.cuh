@@ -13,7 +13,8 @@
 // itself; tiles of 128 rows of int8 go through a ring of stages. A warpgroup feeds the ring: rows
 // by the copy engine and limits by all its threads. Two multiply, 64 rows each, and compare one
 // tile of columns while the tensor cores have the next. What passes they write down, a bit for 16
-// rows and a column, and score behind the last tile.
+// rows and a column, and score behind the last tile. Of one tile of columns they first ask about
+// each id that passes with its own base logit.
 //
 // Bytes: W2 in int8 once for 448 columns, tile_max once; bound by that stream up to 448 columns, by
 // tensor cores from there on.
@@ -35,6 +36,7 @@ constexpr int kScreenStages = 6;              // at most
 constexpr int kMostScreenTiles = 4;           // of columns in a block
 constexpr int kPieceWidth = 128;              // int8 of a row in a piece
 constexpr int kEights = kWgmmaColumns / 8;    // of columns in a tile: bits of a mark
+constexpr int kMostAsked = 2;                 // of 16 ids, one by one
 
 struct ScreenColumn {
   float inverse;        // 1 / s_u
@@ -229,10 +231,54 @@ __device__ __forceinline__ int limit_place(int column) {
   return eight / 2 * 16 + i / 2 * 4 + eight % 2 * 2 + i % 2;
 }
 
-// Marks the columns of the eights in `eights` in which more than a winner itself passes.
+// 16 rows of W2 that will be scored, to L2. By a warp.
+template <class T>
+__device__ __forceinline__ void prefetch_rows(const ChainBlockParams& p, int row) {
+  for (int i = lane_id(); i < kTileRows * 4; i += kWarpSize)
+    if (const int64_t v = row + i / 4; v < p.vocab && i % 4 * 64 < p.rank)
+      prefetch_l2(static_cast<const T*>(p.w2) + v * p.rank + i % 4 * 64);
+}
+
+// Whether id v may win a column of u with its own base logit, where the screen has the largest of a
+// tile. 2^-11 of |W2[v]| |u| for what is rounded here and in a score. By a warp.
+template <class T>
+__device__ __forceinline__ bool may_win(const ChainBlockParams& p, const CertifyColumn& column,
+                                        int v) {
+  const int rank = static_cast<int>(p.rank), k = lane_id() * 8;
+  const int b = column.key / static_cast<int>(p.drafts);
+  const auto row_of = [&](const void* rows, int64_t row) {
+    return load_where(k < rank, static_cast<const T*>(rows) + row * rank + k);
+  };
+  const uint4 of_w = row_of(p.w2, v), of_u = row_of(p.low_rank, column.index);
+  const float base = base_at(p, b, column.key - b * p.drafts, v);
+  float product = 0.0f, w_squares = 0.0f, u_squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const auto value = [i](const uint4& x) {
+      const uint32_t two = i < 2 ? x.x : i < 4 ? x.y : i < 6 ? x.z : x.w;
+      return to_float(T{static_cast<uint16_t>(two >> i % 2 * 16)});
+    };
+    const float w = value(of_w), u = value(of_u);
+    product += w * u, w_squares += w * w, u_squares += u * u;
+  }
+#pragma unroll
+  for (int other = 1; other < kWarpSize; other *= 2) {
+    product += __shfl_xor_sync(kFullMask, product, other);
+    w_squares += __shfl_xor_sync(kFullMask, w_squares, other);
+    u_squares += __shfl_xor_sync(kFullMask, u_squares, other);
+  }
+  // 1e-18: squares below what a float holds
+  const float bound = (sqrtf(w_squares) + 1e-18f) * (sqrtf(u_squares) + 1e-18f) * 0x1p-11f;
+  const float slack = (fabsf(column.winner) + fabsf(base) + bound) * 0x1p-20f + 1e-30f;
+  return !(base + product + bound + slack < column.winner);
+}
+
+// Marks the columns of the eights in `eights` in which more than a winner itself passes, and
+// may_win(column, id) as well, which is asked where few do.
+template <bool kAsks, class MayWin>
 __device__ __forceinline__ void mark_columns(uint32_t eights, const int (&sums)[kWgmmaColumns / 2],
                                              const int* limits, const int* ids, int row,
-                                             uint8_t* marks) {
+                                             uint8_t* marks, MayWin may_win) {
   for (; eights != 0; eights &= eights - 1) {
     const int eight = __ffs(eights) - 1;
     uint32_t marked = 0;
@@ -243,8 +289,24 @@ __device__ __forceinline__ void mark_columns(uint32_t eights, const int (&sums)[
       for (int j = 1; j < kEights; ++j)
         if (j == eight) sum[0] = sums[4 * j + i], sum[1] = sums[4 * j + 2 + i];
       const int n = eight * 8 + lane_id() % 4 * 2 + i, limit = limits[limit_place(n)], id = ids[n];
-      uint32_t passes = __ballot_sync(
-          kFullMask, (sum[0] >= limit && id != row) || (sum[1] >= limit && id != row + 8));
+      uint32_t passes;
+      if constexpr (kAsks) {
+        passes = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t votes = __ballot_sync(kFullMask, sum[half] >= limit && id != row + 8 * half);
+          if (__popc(votes) > kMostAsked) passes |= votes, votes = 0;
+          for (; votes != 0; votes &= votes - 1) {
+            const int from = __ffs(votes) - 1;
+            if (may_win(__shfl_sync(kFullMask, n, from),
+                        __shfl_sync(kFullMask, row + 8 * half, from)))
+              passes |= 1u << from;
+          }
+        }
+      } else {
+        passes = __ballot_sync(
+            kFullMask, (sum[0] >= limit && id != row) || (sum[1] >= limit && id != row + 8));
+      }
       passes |= passes >> 16, passes |= passes >> 8, passes = (passes | passes >> 4) & 15;
       passes = (passes | passes << 2) & 0x33, passes = (passes | passes << 1) & 0x55;
       marked |= passes << i;  // bit 2t + i
@@ -440,9 +502,20 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
       if (max(of[4 * j + 4], of[4 * j + 6]) >= four.z | max(of[4 * j + 5], of[4 * j + 7]) >= four.w)
         eights |= 2u << j;
     }
-    mark_columns(__reduce_or_sync(kFullMask, eights), of, limit, ids + c * kWgmmaColumns,
-                 tile_of(share, n) * kPoolTile + own_row + lane / 4,
-                 marks + n * kMarkBytes + c * kEights);
+    // One tile of columns alone: what asks would be in the way of products on their way. At batch 8
+    // one id a call passed by the largest base logit of its tile, and to score it took 6 us.
+    mark_columns<kTiles == 1>(
+        __reduce_or_sync(kFullMask, eights), of, limit, ids + c * kWgmmaColumns,
+        tile_of(share, n) * kPoolTile + own_row + lane / 4, marks + n * kMarkBytes + c * kEights,
+        [&](int column, int v) {
+          if (v >= p.vocab ||
+              !may_win<T>(p, certify_column(p, round, pending, share.first + column), v))
+            return false;
+          prefetch_rows<T>(p, tile_of(share, n) * kPoolTile + own_row);
+          // so that the restart's chain loads its weights meanwhile
+          if (round == 0 && lane == 0) *const_cast<volatile uint32_t*>(&p.control->found) = 1;
+          return true;
+        });
   };
   for (int n = 0, stage = 0, phase = 0; n < count; ++n) {
     wait_for_phase(&ring.full[stage], phase);

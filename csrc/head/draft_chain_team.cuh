@@ -29,6 +29,13 @@ namespace domino {
 static_assert(kTeamRows <= kCertainRows);  // no certificate of its rows is cut
 constexpr uint32_t kSettling = 1 << 17;    // cycles, about 66 us: no message takes as long
 
+// previous_launch_done() without letting the next one start.
+__device__ __forceinline__ void await_previous_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // kSteps: MMAs that a part of the units takes; kRank: TeamRole; kTeam: blocks of a cluster.
 template <class T, int kSteps, int kRank, int kTeam>
 __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_constant__ TeamArgs p) {
@@ -69,7 +76,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
   // Between the loads of a role's weights and its steps: whether the block runs.
   const auto begin = [&] {
     cluster_arrive_relaxed();
-    previous_launch_done();
+    await_previous_launch();
     if (thread < kTeamRows) {
       int first = drafts;
       if (thread < p.teams) first = begin_row(p, p.restart, p.row0 + thread, blockIdx.x == 0);
@@ -94,6 +101,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) chain_team(const __grid_const
     role.load(p, memory, unit0);
     if (in_vain()) return;
     const bool runs = begin();
+    allow_next_launch();  // with the blocks of teams
     exchange.clear_other((blockIdx.x - p.teams * kTeam) * kTeamThreads + thread,
                          (gridDim.x - p.teams * kTeam) * kTeamThreads);
     int from = drafts;

@@ -302,9 +302,14 @@ struct TeamRole {
                 to_float(static_cast<const T*>(p.states)[(b * drafts + j - 1) * units + unit + i]);
         }
         publish(exchange, j, next_state(x, of_state), scored);
-        // its second state needs the weights of all; behind a restart so does the first
-        if (blockIdx.x == 0 && j == first_scored + !p.restart && lane == 0)
-          *const_cast<volatile uint32_t*>(&p.control->begun[p.restart]) = begun_word(epoch, start);
+        // Its second state needs the weights of all; behind a restart so does the first. The next
+        // launch does not start before that: beside the first step it took 1 us of batch 1.
+        if (j == first_scored + !p.restart) {
+          allow_next_launch();
+          if (blockIdx.x == 0 && lane == 0)
+            *const_cast<volatile uint32_t*>(&p.control->begun[p.restart]) =
+                begun_word(epoch, start);
+        }
         if (j > 0) {
           report(j - 1, best);
           if (lane == 0) *likely = 0.8f * key_value(best);
