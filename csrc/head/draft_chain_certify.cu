@@ -71,7 +71,7 @@ int launch_screen(const ChainBlockParams& p, int round, int processors, bool* do
   if (const int status = p.w_hh && kTiles == 1 ? draft_chain_team_blocks(p, &chain_blocks) : kOk;
       status != kOk)
     return status;
-  LaunchShape shape{dim3(processors), kScreenThreads};
+  LaunchShape shape{dim3(processors), screen_threads(kTiles)};
   shape.shared = ScreenMemory(p.rank, p.batch, kTiles, rounds, stages).bytes + kAlign;
   shape.overlap = true;
   return launch(chain_certify_screen<T, kTiles, kPieces>, p, shape, stream, map, round, rounds,

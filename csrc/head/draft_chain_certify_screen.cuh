@@ -11,10 +11,10 @@
 //
 // A block keeps its part of the columns in shared memory as operand B, 112 to a tile, quantised by
 // itself; tiles of 128 rows of int8 go through a ring of stages. A warpgroup feeds the ring: rows
-// by the copy engine and limits by all its threads. Two multiply, 64 rows each, and compare one
-// tile of columns while the tensor cores have the next. What passes they write down, a bit for 16
-// rows and a column, and score behind the last tile. Of one tile of columns they first ask about
-// each id that passes with its own base logit.
+// by the copy engine and limits by all its threads. Two or three multiply, 64 rows each, and
+// compare one tile of columns while the tensor cores have the next. What passes they write down, a
+// bit for 16 rows and a column, and score behind the last tile. Of one tile of columns they first
+// ask about each id that passes with its own base logit.
 //
 // Bytes: W2 in int8 once for 448 columns, tile_max once; bound by that stream up to 448 columns, by
 // tensor cores from there on.
@@ -27,10 +27,16 @@
 
 namespace domino {
 
-constexpr int kScreenGroup = 4 * kWarpSize, kScreenGroups = 2;  // warps that multiply
-constexpr int kScreenWarps = kScreenGroups * 4;
-constexpr int kScreenThreads = (kScreenGroups + 1) * kScreenGroup;  // 168 registers each, then:
-constexpr int kScreenFeedRegisters = 56, kScreenRegisters = 224;
+constexpr int kScreenGroup = 4 * kWarpSize;
+// Warpgroups that multiply, by tiles of columns. One tile has no other to be compared with while it
+// is multiplied: three groups take half tiles of rows in turn.
+DOMINO_HD constexpr int screen_groups(int tiles) { return tiles == 1 ? 3 : 2; }
+DOMINO_HD constexpr int screen_warps(int tiles) { return screen_groups(tiles) * 4; }
+// 128 or 168 registers each, then:
+DOMINO_HD constexpr int screen_threads(int tiles) {
+  return (screen_groups(tiles) + 1) * kScreenGroup;
+}
+constexpr int kScreenFeedRegisters = 56;
 constexpr int64_t kScreenMemory = 227 << 10;  // bytes, of a block of a processor of its own
 constexpr int kScreenStages = 6;              // at most
 constexpr int kMostScreenTiles = 4;           // of columns in a block
@@ -45,7 +51,7 @@ struct ScreenColumn {
 
 struct ScreenRing {
   uint64_t full[kScreenStages], empty[kScreenStages];
-  int slots[kScreenThreads / kWarpSize];
+  int slots[screen_threads(1) / kWarpSize];
 };
 
 // Shared memory of a block, in bytes from a multiple of 1024.
@@ -62,7 +68,7 @@ struct ScreenMemory {
     ring = ids + most * 4;
     list = ring + static_cast<int>(sizeof(ScreenRing));
     marks = list + static_cast<int>(batch) * 4;  // a bit a column: [warps, rounds, mark_bytes]
-    bytes = marks + kScreenWarps * rounds * mark_bytes(tiles);
+    bytes = marks + screen_warps(tiles) * rounds * mark_bytes(tiles);
   }
   static DOMINO_HD constexpr int mark_bytes(int tiles) { return (tiles * kEights + 3) / 4 * 4; }
 };
@@ -319,14 +325,16 @@ __device__ __forceinline__ void mark_columns(uint32_t eights, const int (&sums)[
 // at most. rounds: tiles of rows of a block, at most. beside: blocks that may start while the chain
 // still runs; the others would have u wait behind their tiles.
 template <class T, int kTiles, int kPieces>
-__global__ void __launch_bounds__(kScreenThreads, 1)
+__global__ void __launch_bounds__(screen_threads(kTiles), 1)
     chain_certify_screen(const __grid_constant__ ChainBlockParams p,
                          const __grid_constant__ CUtensorMap map, int round, int rounds, int stages,
                          int beside) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char unaligned[];
   char* const memory = unaligned + (-shared_address(unaligned) & 1023);
-  constexpr int kMost = kTiles * kWgmmaColumns;
+  constexpr int kMost = kTiles * kWgmmaColumns, kGroups = screen_groups(kTiles);
+  constexpr int kScreenWarps = screen_warps(kTiles), kScreenThreads = screen_threads(kTiles);
+  constexpr int kScreenRegisters = kGroups == 3 ? 152 : 224;
   const ScreenMemory at(p.rank, p.batch, kTiles, rounds, stages);
   ScreenRing& ring = *reinterpret_cast<ScreenRing*>(memory + at.ring);
   int* const limits = reinterpret_cast<int*>(memory + at.limits);
@@ -467,12 +475,17 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kScreenRegisters));
-  const int own_row = warp * kTileRows;
+  // Of tile n: the rows of this warp; -1: none.
+  const int group = __shfl_sync(kFullMask, warp / 4, 0);
+  const auto own_row = [&](int n) {
+    const int half = kGroups == 2 ? group : (group + n) % 3;
+    return half < 2 ? half * kWgmmaRows + warp % 4 * kTileRows : -1;
+  };
   uint8_t* const marks = reinterpret_cast<uint8_t*>(memory + at.marks) + warp * rounds * kMarkBytes;
   int sums[2][kWgmmaColumns / 2];
   uint4 a[kPieces * 4];  // a step of 32 k each
-  const auto take = [&](int stage) {
-    const int at_row = own_row + lane % 16;
+  const auto take = [&](int stage, int row) {
+    const int at_row = row + lane % 16;
 #pragma unroll
     for (int step = 0; step < kPieces * 4; ++step)
       a[step] = load_matrices(shared_address(memory) + stage * at.stage_bytes +
@@ -506,30 +519,32 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
     // one id a call passed by the largest base logit of its tile, and to score it took 6 us.
     mark_columns<kTiles == 1>(
         __reduce_or_sync(kFullMask, eights), of, limit, ids + c * kWgmmaColumns,
-        tile_of(share, n) * kPoolTile + own_row + lane / 4, marks + n * kMarkBytes + c * kEights,
+        tile_of(share, n) * kPoolTile + own_row(n) + lane / 4, marks + n * kMarkBytes + c * kEights,
         [&](int column, int v) {
           if (v >= p.vocab ||
               !may_win<T>(p, certify_column(p, round, pending, share.first + column), v))
             return false;
-          prefetch_rows<T>(p, tile_of(share, n) * kPoolTile + own_row);
+          prefetch_rows<T>(p, tile_of(share, n) * kPoolTile + own_row(n));
           // so that the restart's chain loads its weights meanwhile
           if (round == 0 && lane == 0) *const_cast<volatile uint32_t*>(&p.control->found) = 1;
           return true;
         });
   };
   for (int n = 0, stage = 0, phase = 0; n < count; ++n) {
-    wait_for_phase(&ring.full[stage], phase);
-    take(stage);
-    multiply(sums[0], 0);
+    wait_for_phase(&ring.full[stage], phase);  // all do: nobody is two phases behind
+    if (const int row = own_row(n); row >= 0) {
+      take(stage, row);
+      multiply(sums[0], 0);
 #pragma unroll
-    for (int c = 0; c < kTiles; ++c) {
-      if (c + 1 < kTiles) {
-        multiply(sums[(c + 1) % 2], c + 1);
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
+      for (int c = 0; c < kTiles; ++c) {
+        if (c + 1 < kTiles) {
+          multiply(sums[(c + 1) % 2], c + 1);
+          wgmma_wait<1>();
+        } else {
+          wgmma_wait<0>();
+        }
+        compare(sums[c % 2], n, stage, c);
       }
-      compare(sums[c % 2], n, stage, c);
     }
     __syncwarp();
     if (lane == 0) arrive(&ring.empty[stage]);
@@ -571,7 +586,7 @@ __global__ void __launch_bounds__(kScreenThreads, 1)
       columns[to++] = static_cast<uint16_t>(lane * 32 + __ffs(mark) - 1);
     __syncwarp();
     certify_marked<T, false>(
-        p, round, pending, tile_of(share, n) * kPoolTile + own_row,
+        p, round, pending, tile_of(share, n) * kPoolTile + own_row(n),
         [base = share.first, columns](int i) { return base + columns[i]; },
         __shfl_sync(kFullMask, end, kWarpSize - 1));
     __syncwarp();
