@@ -150,7 +150,7 @@ struct ChainControl {
   // By round, the chain has what it loads at first: others may have the memory. Where it sends
   // words (chain_words.cuh), begun_word(); 0: not yet.
   uint32_t begun[2];
-  uint32_t found;   // not 0: something has passed the first certificate's screen, at one row
+  uint32_t found;   // not 0: something has passed the first certificate's screen, at up to 9 rows
   uint32_t missed;  // rows of which the first certificate has beaten a winner; not in all forms
   uint32_t cut;     // not 0: it has left out ids, because most rows have missed
   uint32_t unused[19];
