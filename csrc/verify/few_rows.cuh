@@ -39,14 +39,15 @@ bool has_room(Kernel kernel, size_t bytes) {
   return room;
 }
 
-// False where the call has other rows than few, aligned ones that the threads of a cluster can
-// keep; otherwise it has been launched, with this status.
+// dense: the kernel takes rows of q, aligned ones. False where the call has other rows than few,
+// aligned ones that the threads of a cluster can keep; otherwise it has been launched, with this
+// status.
 template <class Kernel>
 bool launch_few_rows(Kernel kernel, size_t bytes, const DeviceInfo& device,
-                     const VerifyChainParams& p, void* stream, int* status) {
+                     const VerifyChainParams& p, void* stream, int* status, bool dense = false) {
   const int64_t rows = p.batch * (p.drafts + 1);
   const bool by_block = p.rule == VerifyRule::kBlock && p.draft_logits != nullptr;
-  if (p.chosen_logprob != nullptr || by_block || is_dense(p)) return false;
+  if (p.chosen_logprob != nullptr || by_block || (is_dense(p) && !dense)) return false;
   if (device.major < 9 || rows > kMostFewRows || rows * kRankedBlocks > device.processors)
     return false;
   if (p.vocab < 1 << 15 || p.vocab > kRankedSteps * kRankedReaders * kGroupStep) return false;

@@ -1,5 +1,5 @@
-// Where a nucleus cuts a row of bf16 logits that a cluster holds in its registers, and which tokens
-// can win the row's race, whatever the cut. The steps of verify_nucleus.cuh.
+// Where a nucleus cuts a row of bf16 logits whose values a cluster has counted. The steps of
+// verify_nucleus.cuh.
 #pragma once
 
 #include "verify/bin_rows.cuh"
@@ -9,56 +9,25 @@
 
 namespace domino {
 
+constexpr int kSlotParts = 3;  // of 16 bytes, of a SlotAhead
+struct alignas(16) SentSlot : SlotAhead {};
+static_assert(sizeof(SentSlot) == 16 * kSlotParts);
 constexpr int kOwnRows = ceil_div(kOctaves, kRankedBlocks);  // of a block, a warp each
 static_assert(kOwnRows <= kJudge);
-constexpr int kMostCandidates = kJudge * kWarpSize;  // one to a thread of any block
-
-enum class NucleusWay : uint32_t { kSettled, kRace, kByValue };
-
-// What the leader tells all blocks of the row.
-struct alignas(16) NucleusVerdict {
-  NucleusWay way;
-  Outcome outcome;
-  float cut_logit;
-  int32_t cut_id;  // as SlotVerdict's
-  uint64_t mass;
-  uint64_t draft_sum;
-  float draft_top;
-  uint32_t one_hot;
-  uint64_t unused;
-};
-constexpr int kVerdictParts = sizeof(NucleusVerdict) / 16;
-
-// The least time of a warp's tokens.
-struct alignas(16) WarpTime {
-  unsigned long long key;
-  uint32_t bound;  // a float: tokens of this block that are not listed take longer
-  uint32_t tied;   // does this one tie with a cut that not all ties are on the right side of?
-};
-
-// What a warp's tokens weigh, in units of the weight of one of them.
-struct WarpMass {
-  float sum;
-  float logit;
-};
-
-struct NucleusShared {
-  alignas(16) uint32_t count[kValueBins];  // of this block
-  alignas(8) uint32_t top;                 // logit_key
-  uint32_t near;                           // tokens in the bins around 0 that are not 0
-  uint32_t candidates;                     // tokens that may win the race
-  alignas(8) WarpMass mass[kCutWarps];     // of their groups' greatest tokens, about
-  float logit[kMostCandidates];
-  uint32_t word[kMostCandidates];
-  int32_t token[kMostCandidates];
+// What a block has counted.
+struct NucleusCounts {
+  alignas(16) uint32_t count[kValueBins];
+  alignas(8) uint32_t top;           // logit_key
+  uint32_t near;                     // tokens in the bins around 0 that are not 0
   uint16_t near_token[kNearTokens];  // bf16
-  NucleusVerdict verdict;
-  uint64_t go;  // NucleusWay, where the verdict's is kRace
-  PoolAhead pool;
-  // of the leader
+};
+
+struct NucleusShared : NucleusCounts {
   alignas(16) uint64_t row_mass[kOctaves];
-  alignas(16) WarpTime times[kRankedReaders + 1];
-  NucleusVerdict out;
+  SentSlot slot;
+  // of the leader
+  SentSlot out;
+  PoolAhead pool;
 };
 
 __device__ __forceinline__ void count_group(uint32_t* bins, const Group<bf16>& group,
@@ -74,7 +43,7 @@ __device__ __forceinline__ void count_group(uint32_t* bins, const Group<bf16>& g
 }
 
 // The cluster's counts of a lane's bins of a row. -0 is +0.
-__device__ __forceinline__ uint4 cluster_bins(const RowCluster& cluster, NucleusShared& s,
+__device__ __forceinline__ uint4 cluster_bins(const RowCluster& cluster, NucleusCounts& s,
                                               int row) {
   const int lane = threadIdx.x % kWarpSize;
   uint4* own = reinterpret_cast<uint4*>(s.count) + row * kWarpSize + lane;
@@ -106,7 +75,7 @@ __device__ __forceinline__ bool has_near(uint32_t nearest) {
   return ((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0;
 }
 // As note_near() and near_mass() of row_counter.cuh.
-static __device__ __noinline__ void note_near(NucleusShared& s, uint4 words) {
+static __device__ __noinline__ void note_near(NucleusCounts& s, uint4 words) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
   for (int n = 0; n < kGroup; ++n) {
@@ -116,7 +85,7 @@ static __device__ __noinline__ void note_near(NucleusShared& s, uint4 words) {
     if (at < kNearTokens) s.near_token[at] = static_cast<uint16_t>(half);
   }
 }
-static __device__ __noinline__ uint64_t near_mass(NucleusShared& s, RowCluster cluster,
+static __device__ __noinline__ uint64_t near_mass(NucleusCounts& s, RowCluster cluster,
                                                   RowLaw law) {
   uint64_t sum = 0;
   for (int block = 0; block < cluster.size; ++block)
@@ -137,29 +106,32 @@ __device__ __forceinline__ uint64_t sum_up_to(uint64_t own) {
   return own;
 }
 
-// The cut, from the masses of all rows of bins. bins_of(row): a lane's bins of a row; near: as
-// weigh_bins(). By a warp.
-template <class Bins>
-__device__ __forceinline__ ValueCut find_cut(const uint64_t* row_mass, const RowLaw& law,
-                                             float top_p, uint64_t near, Bins bins_of) {
-  const int lane = threadIdx.x % kWarpSize;
-  const ulonglong2 own = reinterpret_cast<const ulonglong2*>(row_mass)[lane];
-  uint64_t up_to = sum_up_to(own.x + own.y);
-  const uint64_t target = nucleus_cut(__shfl_sync(kFullMask, up_to, kWarpSize - 1), top_p);
-  int from = __ffs(__ballot_sync(kFullMask, up_to >= target)) - 1;
-  uint64_t before = up_to - own.x - own.y;
-  const bool first = before + own.x >= target;
-  if (!first) before += own.x;
-  const int row = __shfl_sync(kFullMask, 2 * lane + (first ? 0 : 1), from);
-  before = __shfl_sync(kFullMask, before, from);
+// In three sums of 32 bits, which take a third of a shuffle's five steps.
+__device__ __forceinline__ uint64_t mass_of_warp(uint64_t own) {
+  constexpr uint32_t kLow = (1u << 27) - 1;
+  const uint64_t low = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own) & kLow);
+  const uint64_t middle = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own >> 27) & kLow);
+  const uint64_t high = __reduce_add_sync(kFullMask, static_cast<uint32_t>(own >> 54));
+  return low + (middle << 27) + (high << 54);
+}
 
-  const uint4 bins = bins_of(row);
-  uint64_t mass[4];
-  weigh_bins(law, row, bins, near, mass);
-  const uint64_t of_lane = mass[0] + mass[1] + mass[2] + mass[3];
-  up_to = before + sum_up_to(of_lane);
-  from = __ffs(__ballot_sync(kFullMask, up_to >= target)) - 1;
-  before = up_to - of_lane;
+// What lies in the rows of bins in front of one, and in all. By a warp.
+struct RowsBefore {
+  uint64_t before, all;
+
+  __device__ __forceinline__ RowsBefore(const uint64_t* row_mass, int row) {
+    const int lane = threadIdx.x % kWarpSize;
+    const ulonglong2 two = reinterpret_cast<const ulonglong2*>(row_mass)[lane];
+    before = mass_of_warp((2 * lane < row ? two.x : 0) + (2 * lane + 1 < row ? two.y : 0));
+    all = mass_of_warp(two.x + two.y);
+  }
+};
+
+// The cut in a row of bins, whose lanes come to `up_to` with all that lies before them. By a warp.
+__device__ __forceinline__ ValueCut find_cut(int row, const uint4& bins, const uint64_t (&mass)[4],
+                                             uint64_t up_to, uint64_t target, const RowLaw& law) {
+  const int from = __ffs(__ballot_sync(kFullMask, up_to >= target)) - 1;
+  uint64_t before = up_to - (mass[0] + mass[1] + mass[2] + mass[3]);
   const uint32_t counts[4] = {bins.x, bins.y, bins.z, bins.w};
   uint32_t count = counts[0];
   int at = 0;
@@ -170,77 +142,9 @@ __device__ __forceinline__ ValueCut find_cut(const uint64_t* row_mass, const Row
     at = j + 1;
     count = counts[at];
   }
-  const int bin = __shfl_sync(kFullMask, row * kRowBins + lane * 4 + at, from);
+  const int bin = row * kRowBins + from * 4 + __shfl_sync(kFullMask, at, from);
   return cut_ties(bin_logit(bin), __shfl_sync(kFullMask, before, from),
                   __shfl_sync(kFullMask, count, from), target, law);
-}
-
-// The weight of a logit, 2^-16 of it more or less.
-class AboutWeight {
- public:
-  __device__ __forceinline__ explicit AboutWeight(const RowLaw& law)
-      : scale_(law.scale), unit_(law.shift - kRoundMagic) {}
-  __device__ __forceinline__ float of(float logit) const {
-    return exp2_about(fma_rn(logit, scale_, unit_));
-  }
-
- private:
-  float scale_, unit_;
-};
-
-// The probability of a kept token less q, as exact_weight(); not from DrawWeights, whose pool ptxas
-// 13.0 takes for local memory here.
-__device__ __forceinline__ float less_pool(const ChainRequest& r, int i, const PoolAhead& pool,
-                                           const NucleusVerdict& verdict, float weight,
-                                           int32_t token) {
-  const int count = static_cast<int>(r.p.pool);
-  int at = pool.find(token, count);
-  float logit = at >= 0 ? pool.logit[at] : 0.0f;
-#pragma unroll 1
-  for (int m = PoolAhead::kCount; m < count && at < 0; ++m)
-    if (r.draft_ids(i)[m] == token) logit = r.draft_row(i).at(at = m);
-  const float p = mul_rn(weight, div_rn(kFixedOne, static_cast<float>(verdict.mass)));
-  if (at < 0) return p;
-  const RowLaw draft(verdict.draft_top, verdict.draft_sum, law_scale(r.draft_temperature));
-  return add_rn(p, -draft.probability(logit));
-}
-
-// Lists those of this lane's eight tokens that may be soon enough. limit: of a word, of a token of
-// weight 1. By a whole warp.
-__device__ __forceinline__ void list_candidates(NucleusShared& s, const Group<bf16>& group,
-                                                int token, const AboutWeight& weight,
-                                                const RaceNoise& noise, float limit) {
-  // half a word is the least that there is
-  const float reach = weight.of(greater_half(group.most())) * limit;
-  if (!__any_sync(kFullMask, reach >= 0.5f)) return;
-  const uint32_t most = __float2uint_rz(reach);
-  uint32_t words[kGroup], least = ~0u, chance = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const NoiseWords four = noise.words(static_cast<uint32_t>(token / 4 + half));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) least = min(least, words[4 * half + j] = four.word[j]);
-  }
-  if (!(reach >= 0.5f) || least > most) return;
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) chance |= (words[j] <= most ? 1u : 0u) << j;
-#pragma unroll 1
-  for (; chance != 0; chance &= chance - 1) {
-    const int which = __ffs(chance) - 1;
-    float logit = group.at(0);
-    uint32_t word = words[0];
-#pragma unroll
-    for (int j = 1; j < kGroup; ++j) {
-      logit = which == j ? group.at(j) : logit;
-      word = which == j ? words[j] : word;
-    }
-    if (!(static_cast<float>(word) <= weight.of(logit) * limit)) continue;
-    const uint32_t at = atomicAdd(&s.candidates, 1u);
-    if (at >= kMostCandidates) return;
-    s.logit[at] = logit;
-    s.word[at] = word;
-    s.token[at] = token + which;
-  }
 }
 
 }  // namespace domino

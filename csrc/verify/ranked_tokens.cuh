@@ -405,4 +405,25 @@ __device__ __forceinline__ unsigned long long judge_ranked(const ChainRequest& r
   return row_word(true, winner, verdict.status);
 }
 
+// Row i of request b; `end` falls to 0 where a ragged batch has none.
+__device__ __forceinline__ const bf16* row_of_few(const VerifyChainParams& p, int64_t b, int i,
+                                                  int& end) {
+  const bf16* row = static_cast<const bf16*>(p.target_logits);
+  if (p.cu_rows == nullptr) return row + (b * p.target_batch_stride + i * p.target_row_stride);
+  const int64_t at = static_cast<int64_t>(p.cu_rows[b]) + i;
+  if (at < 0 || at >= p.cu_rows[b + 1] || at >= p.total_rows) end = 0;
+  return row + at * p.target_row_stride;
+}
+
+// By a warp, ahead of what has to be known before it is read.
+__device__ __forceinline__ void ask_for_pool(const VerifyChainParams& p, int64_t b, int i) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (i >= p.drafts || p.draft_ids == nullptr || lane * 32 >= p.pool) return;
+  prefetch_l2(p.draft_ids + b * p.ids_batch_stride + i * p.ids_row_stride + lane * 32);
+  prefetch_l2(static_cast<const char*>(p.draft_logits) +
+              (b * p.draft_batch_stride + i * p.draft_row_stride) *
+                  (p.draft_dtype == DType::kF32 ? 4 : 2) +
+              lane * 64);
+}
+
 }  // namespace domino

@@ -17,6 +17,17 @@ __device__ __forceinline__ unsigned long long row_word(bool stops, int64_t token
          (stops ? kWordStops : 0u) | kWordThere | (status & 0xffu);
 }
 
+// Writes what comes of a request whose first row that stops is `stop`, by a warp: lane n has the
+// draft `x` of slot n and the low half of row n's word. token: behind the accepted drafts, or -1.
+__device__ __forceinline__ void write_walk(const ChainRequest& r, int stop, int64_t token,
+                                           int64_t x, uint32_t low) {
+  const int lane = threadIdx.x % kWarpSize;
+  const uint32_t bits = r.faults | __reduce_or_sync(kFullMask, lane <= stop ? low & 0xffu : 0u);
+  if (lane <= r.p.drafts)
+    r.p.tokens[r.b * (r.p.drafts + 1) + lane] = lane < stop ? x : lane == stop ? token : -1;
+  if (lane == stop) emit_counts(r, stop, token, bits);
+}
+
 // By a warp. words: of the request's rows, at most 32
 __device__ __forceinline__ void walk_words(const ChainRequest& r, unsigned long long* words) {
   const int lane = threadIdx.x % kWarpSize;
@@ -35,11 +46,7 @@ __device__ __forceinline__ void walk_words(const ChainRequest& r, unsigned long 
   if (has) words[lane] = 0;
   const uint32_t low = static_cast<uint32_t>(word);
   const int stop = __ffs(__ballot_sync(kFullMask, (low & kWordStops) != 0)) - 1;
-  const uint32_t bits = r.faults | __reduce_or_sync(kFullMask, lane <= stop ? low & 0xffu : 0u);
-  const int64_t token = static_cast<int64_t>(word >> 32) - 1;
-  if (lane <= r.p.drafts)
-    r.p.tokens[r.b * (r.p.drafts + 1) + lane] = lane < stop ? x : lane == stop ? token : -1;
-  if (lane == stop) emit_counts(r, stop, token, bits);
+  write_walk(r, stop, static_cast<int64_t>(word >> 32) - 1, x, low);
 }
 
 }  // namespace domino

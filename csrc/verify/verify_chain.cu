@@ -15,11 +15,15 @@ bool may_be(const VerifyChainParams& p, VerifyRule rule) {
 
 }  // namespace
 
+// verify_plain.cu: all in one launch, if it is a call for that.
+bool launch_plain(const VerifyChainParams& p, void* stream, int* status);
+
 int verify_chain_cuda(const VerifyChainParams& p, void* stream) {
   if (p.vocab < 1 || p.vocab > kMaxVocab) return kBadArgument;
   if (p.batch == 0) return kOk;
   if (counts_values(p)) return launch_by_value(p, stream);
   if (is_greedy_walk(p)) return verify_greedy_cuda(p, stream);
+  if (int status; launch_plain(p, stream, &status)) return status;
   if (const int status = launch_rows(p, stream); status != kOk) return status;
 
   const int64_t rows = p.batch * (p.drafts + 1);

@@ -2,16 +2,20 @@
 
 #include "verify/few_rows.cuh"
 #include "verify/verify_nucleus.cuh"
+#include "verify/verify_nucleus_draws.cuh"
 
 namespace domino {
+
+static_assert(kMostFewRows <= kMostTeamRows &&
+              kMostFewRows * (kVerdictWords + kRankedBlocks) <= kGreedyWords);
 
 bool launch_nucleus(const DeviceInfo& device, const VerifyChainParams& p, void* stream,
                     int* status) {
   if (p.top_k != nullptr || p.top_p == nullptr) return false;
-  const auto kernel =
-      draws_every_row(p) ? verify_nucleus_kernel<true> : verify_nucleus_kernel<false>;
-  return launch_few_rows(kernel, std::max(sizeof(NucleusShared), sizeof(ListedBlock)), device, p,
-                         stream, status);
+  const bool draws = draws_every_row(p);
+  const size_t bytes = draws ? sizeof(NucleusDrawsShared) : sizeof(NucleusShared);
+  return launch_few_rows(draws ? verify_nucleus_draws_kernel : verify_nucleus_kernel,
+                         std::max(bytes, sizeof(ListedBlock)), device, p, stream, status);
 }
 
 }  // namespace domino

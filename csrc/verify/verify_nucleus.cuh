@@ -1,54 +1,53 @@
 // verify_chain by top-p alone over rows of bf16 logits, where a few rows are all that there is: one
-// launch. A cluster reads one row once, and its threads keep what they have read.
+// launch. A cluster reads one row once.
 //
 //   count    a block counts its tokens by value (row_counter.cuh)
-//   sums     a warp a row of 128 bins, over all blocks: what they weigh goes to the last block
-//   cut      one warp there finds it and judges the draft
-//   race     meanwhile the tokens are listed that can win whatever the cut: those whose noise is
-//            within what their block's tokens weigh (race.cuh); behind the verdict their times
+//   sums     a warp a row of 128 bins, over all blocks: what they weigh goes to all of them
+//   cut      that warp finds it in whose bins it lies, and judges the draft
+//   race     all blocks of the request, over the row in which the walk ends (race_together.cuh)
 //
-// Then the walk (row_words.cuh). What this does not settle goes by end_by_value(): requests that
-// want other filters, values that the counts do not tell apart, drafts and winners that tie with
-// the cut where not all ties are kept, races that nobody on the lists is sure to win. Bytes: every
-// row once; bound by latency.
+// What this does not settle goes by value (end_by_value.cuh): requests that want other filters,
+// values that the counts do not tell apart, drafts and winners that tie with the cut where not all
+// ties are kept, a residual of which nothing is left. Bytes: every row once, and the last one again
+// from L2; bound by latency.
 #pragma once
 
-#include "verify/end_by_value.cuh"
 #include "verify/nucleus_row.cuh"
+#include "verify/race_together.cuh"
 
 namespace domino {
 
-// The time that some token surely takes less than, over the mass of the greatest tokens of a
-// block's groups: no more than that of the row. With a law q it is the mass of what q leaves that
-// counts.
-constexpr float kNucleusTime = 12.0f, kNucleusResidualTime = kNucleusTime / kLikelyResidual;
+// Leaves the verdict on a row whose cut is known. near: there are tokens that are not 0 in the bins
+// around it. By a warp.
+__device__ __forceinline__ void judge_row(const ChainRequest& r, const RowLaw& law,
+                                          const ValueCut& cut, const SlotAhead& slot, bool near,
+                                          unsigned long long* words) {
+  const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+  const Slot verdict = judge_cut(r, slot, law, filter);
+  // is the cut among those near 0, the draft among ties that are kept?
+  const bool open = (near && cut.logit == 0.0f) || verdict.outcome == Outcome::kUndecided;
+  store_verdict(words, verdict_word(r, verdict, law.top, cut.logit, cut.ties >= 0, open), cut.mass,
+                slot.draft_sum, slot.draft_top);
+}
 
-// Grid: (blocks of a cluster, drafts + 1, batch). kByPosition: all requests that are not greedy go
-// by match or gumbel. Rows are aligned, and their vocabulary is a multiple of 8.
-template <bool kByPosition>
+// Grid: (blocks of a cluster, drafts + 1, batch). Rows are aligned, and their vocabulary is a
+// multiple of 8.
 __global__ void __launch_bounds__(kCutThreads, 1)
     verify_nucleus_kernel(const __grid_constant__ VerifyChainParams p) {
   extern __shared__ uint4 dynamic_shared[];  // NucleusShared, or ListedBlock
-  __shared__ uint64_t rows_here, verdict_here, times_here, go_here;
+  __shared__ uint64_t rows_here;
+  __shared__ TeamShared t;
   NucleusShared& s = *reinterpret_cast<NucleusShared*>(dynamic_shared);
   const RowCluster cluster;
   const int i = blockIdx.y, rank = cluster.rank;
   const int64_t b = blockIdx.z;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const bool leads = rank == kLeader, judges = leads && warp == kJudge;
-  const int readers = leads ? kJudge * kWarpSize : kCutThreads;  // of this block
   const int first = (warp * kRankedBlocks + rank) * kGroupStep + lane * kGroup;
   constexpr int kStep = kRankedReaders * kGroupStep;
   const int vocab = static_cast<int>(p.vocab);
-  const bf16* row = static_cast<const bf16*>(p.target_logits);
   int end = judges ? 0 : vocab;  // of what this thread reads
-  if (p.cu_rows == nullptr) {
-    row += b * p.target_batch_stride + i * p.target_row_stride;
-  } else {
-    const int64_t at = static_cast<int64_t>(p.cu_rows[b]) + i;
-    if (at < 0 || at >= p.cu_rows[b + 1] || at >= p.total_rows) end = 0;
-    row += at * p.target_row_stride;
-  }
+  const bf16* const row = row_of_few(p, b, i, end);
   Group<bf16> groups[kRankedSteps];
 #pragma unroll
   for (int n = 0; n < kRankedSteps; ++n)
@@ -59,26 +58,15 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   const FilterParams filters = read_filters(p, b);
   const ChainRequest r(p, b, &draft_temperature);
   const BlockNoise noise = r.noise();
-  if (judges && i < p.drafts && p.draft_ids != nullptr && lane * 32 < p.pool) {
-    prefetch_l2(p.draft_ids + b * p.ids_batch_stride + i * p.ids_row_stride + lane * 32);
-    prefetch_l2(static_cast<const char*>(p.draft_logits) +
-                (b * p.draft_batch_stride + i * p.draft_row_stride) *
-                    (p.draft_dtype == DType::kF32 ? 4 : 2) +
-                lane * 64);
-  }
+  if (judges) ask_for_pool(p, b, i);
   uint4* bins = reinterpret_cast<uint4*>(s.count);
 #pragma unroll
   for (int n = 0; n < kValueBins / 4; n += kCutThreads) bins[n + threadIdx.x] = {0, 0, 0, 0};
   if (threadIdx.x == 0) {
     make_barrier(shared_address(&rows_here));
-    make_barrier(shared_address(&verdict_here));
-    make_barrier(shared_address(&times_here));
-    make_barrier(shared_address(&go_here));
-    expect_bytes(shared_address(&rows_here), sizeof(s.row_mass));
-    expect_bytes(shared_address(&verdict_here), sizeof(NucleusVerdict));
-    expect_bytes(shared_address(&times_here), kRankedReaders * sizeof(WarpTime));
-    expect_bytes(shared_address(&go_here), 8);
-    s.top = s.near = s.candidates = 0;
+    expect_bytes(shared_address(&rows_here), sizeof(s.row_mass) + sizeof(s.slot));
+    t.open();
+    s.top = s.near = 0;
   }
   if (judges && likely >= 0 && likely < vocab && p.cu_rows == nullptr) prefetch_l2(row + likely);
   __syncthreads();
@@ -87,51 +75,34 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     return;
   }
   if (i >= r.rows) return;
-  unsigned long long* words = static_cast<unsigned long long*>(p.workspace) + b * (p.drafts + 1);
+  const auto team = RaceTeam::of(r, i, rank);
   ListedBlock& by_value = *reinterpret_cast<ListedBlock*>(dynamic_shared);
   if (r.greedy() || !filters.by_mass() || filters.by_weight() || filters.by_rank(vocab))
-    return end_by_value<kByPosition>(p, cluster, b, i, words, by_value);
+    return end_by_value<false>(p, cluster, b, i, team.verdicts, by_value);
 
-  const bool drafted = i < r.rows - 1 && likely >= 0 && likely < vocab;
-  const RaceNoise race = kByPosition
-                             ? RaceNoise{{noise.seed, noise.block_start + 1 + i}, kPositionDraw, 0}
-                             : RaceNoise{noise, drafted ? kResidualDraw : kBonusDraw, i};
-  const bool subtracts = !kByPosition && drafted && r.q == DraftLaw::kPool;
-  const float draft_logit =
-      !kByPosition && drafted && !subtracts ? r.target_row(i).at(likely) : -INFINITY;
-  SlotAhead slot;
+  unsigned long long* verdict_words = team.verdicts + i * kVerdictWords;
   if (judges) {
-    if (lane == 0) prefetch_l2(words + i);
-    slot = slot_ahead(r, i, RowSource<bf16>(r.target_row(i), RowEdits{}, vocab), &s.pool);
+    if (lane == 0) prefetch_l2(verdict_words);
+    const SlotAhead slot =
+        slot_ahead(r, i, RowSource<bf16>(r.target_row(i), RowEdits{}, vocab), &s.pool);
+    if (lane == 0) static_cast<SlotAhead&>(s.out) = slot;
+    __syncwarp();
   } else {
-    if (!leads && drafted && r.q == DraftLaw::kPool && threadIdx.x < PoolAhead::kCount) {
-      const int m = threadIdx.x;
-      s.pool.id[m] = m < p.pool ? r.draft_ids(i)[m] : -1;
-      s.pool.logit[m] = m < p.pool ? r.draft_row(i).at(m) : 0.0f;
-    }
-    uint32_t nearest = 0;
-    float tops[kRankedSteps], most = -INFINITY;
+    uint32_t nearest = 0, most = 0xff80ff80u;
 #pragma unroll
     for (int n = 0; n < kRankedSteps; ++n) {
       count_group(s.count, groups[n], nearest);
-      tops[n] = greater_half(groups[n].most());
-      most = max_nan(most, tops[n]);
+      most = max_nan(most, groups[n].most(), bf16{});
     }
-    const uint32_t key = __reduce_max_sync(kFullMask, logit_key(most));
+    const uint32_t key = __reduce_max_sync(kFullMask, logit_key(greater_half(most)));
     if (has_near(nearest)) {
 #pragma unroll
       for (int n = 0; n < kRankedSteps; ++n) note_near(s, groups[n].words);
     }
-    const float scale = law_scale(r.temperature), warp_top = key_logit(key);
-    float mass = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kRankedSteps; ++n) mass += exp2_about((tops[n] - warp_top) * scale);
-    mass = warp_sum(mass);
-    if (lane == 0) {
-      atomicMax(&s.top, key);
-      s.mass[warp] = {warp_top > -INFINITY ? mass : 0.0f, warp_top};
-    }
+    if (lane == 0) atomicMax(&s.top, key);
+    if (threadIdx.x == 0) prefetch_l2(team.keys + team.part);
   }
+  const float scale = law_scale(r.temperature);
   cluster.sync_shared();
 
   // the sums of this block's rows of bins
@@ -142,152 +113,42 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   if (sums) counts = cluster_bins(cluster, s, own_row);
   const float top = key_logit(__reduce_max_sync(kFullMask, static_cast<uint32_t>(found)));
   const uint32_t near = __reduce_max_sync(kFullMask, static_cast<uint32_t>(found >> 32));
-  const RowLaw law(top, 1, law_scale(r.temperature));
+  const RowLaw law(top, 1, scale);
   if (row_faults(top) != 0) {
-    if (judges && lane == 0) store_word(words + i, row_word(true, -1, row_faults(top)));
-    cluster.sync();  // all have read what they wanted of others
-    if (judges && i == r.rows - 1) walk_words(r, words);
-    return;
-  }
-  if (law.shift == 0.0f || !tells_apart(law, -INFINITY, near))
-    return end_by_value<kByPosition>(p, cluster, b, i, words, by_value);
-  if (sums) {
-    uint64_t mass = 0;
-    if (__any_sync(kFullMask, (counts.x | counts.y | counts.z | counts.w) != 0)) {
-      uint64_t in[4], more = 0;
-      if (own_row == kZeroBin / kRowBins && near != 0) more = near_mass(s, cluster, law);
-      weigh_bins(law, own_row, counts, more, in);
-      mass = warp_sum(in[0] + in[1] + in[2] + in[3]);
-    }
-    if (lane == 0)
-      send_shared(shared_address_of(s.row_mass + own_row, kLeader), mass,
-                  shared_address_of(&rows_here, kLeader));
-  }
-
-  NucleusWay way;
-  bool raced;
-  if (judges) {
-    wait_for(&rows_here);
-    const uint64_t more = near != 0 ? near_mass(s, cluster, law) : 0;
-    const ValueCut cut = find_cut(s.row_mass, law, filters.top_p, more,
-                                  [&](int row) { return cluster_bins(cluster, s, row); });
-    const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
-    const Slot verdict = judge_cut(r, slot, law, filter);
-    const bool replaces = verdict.outcome == Outcome::kResidual;
-    const bool needs = replaces && !verdict.one_hot && r.q == DraftLaw::kScalar;
-    const bool unclear = near != 0 && cut.logit == 0.0f;  // or is it among those near 0?
-    way = unclear || verdict.outcome == Outcome::kUndecided ? NucleusWay::kByValue
-          : verdict.outcome == Outcome::kAccept || needs    ? NucleusWay::kSettled
-                                                            : NucleusWay::kRace;
-    if (lane == 0)
-      s.out = {way,
-               verdict.outcome,
-               filter.cut_logit,
-               filter.cut_id,
-               filter.mass,
-               slot.draft_sum,
-               slot.draft_top,
-               verdict.one_hot ? 1u : 0u,
-               0};
-    __syncwarp();
-    if (lane < kRankedBlocks * kVerdictParts) {
-      const int to = lane / kVerdictParts, part = lane % kVerdictParts;
-      const ulonglong2 two = reinterpret_cast<const ulonglong2*>(&s.out)[part];
-      send_shared(shared_address_of(reinterpret_cast<char*>(&s.verdict) + 16 * part, to), two.x,
-                  two.y, shared_address_of(&verdict_here, to));
-    }
-    unsigned long long word = row_word(needs, -1, verdict.status | (needs ? kNeedsResidual : 0u));
-    raced = way == NucleusWay::kRace;
-    if (raced) {
-      wait_for(&times_here);
-      WarpTime least{kNoWinner, ~0u, 0};
-      unsigned long long mine = kNoWinner;
-#pragma unroll
-      for (int n = lane; n < kRankedReaders; n += kWarpSize) {
-        const WarpTime time = s.times[n];
-        least.bound = min(least.bound, time.bound);
-        if (time.key < mine) {
-          mine = time.key;
-          least.tied = time.tied;
-        }
-      }
-      least.key = least_of_warp(mine);
-      least.bound = __reduce_min_sync(kFullMask, least.bound);
-      const bool tied = __any_sync(kFullMask, mine == least.key && least.tied != 0);
-      way = least.key == kNoWinner || tied || least.key >> 32 > least.bound ? NucleusWay::kByValue
-                                                                            : NucleusWay::kSettled;
-      const int32_t winner = static_cast<int32_t>(least.key & 0xffffffffu);
-      const bool accepts = kByPosition && winner == slot.x;
-      word = row_word(!accepts, accepts ? -1 : winner, verdict.status);
-      if (lane < kRankedBlocks)
-        send_shared(shared_address_of(&s.go, lane), static_cast<uint64_t>(way),
-                    shared_address_of(&go_here, lane));
-    }
-    if (way == NucleusWay::kSettled) {
-      if (lane == 0) store_word(words + i, word);
-      if (i == r.rows - 1) walk_words(r, words);
-    }
+    if (judges) store_verdict(verdict_words, row_word(true, -1, row_faults(top)), 0, 0, 0.0f);
   } else {
-    const AboutWeight about(law);
-    float mass = 0.0f;  // of this block's
-    if (lane < readers / kWarpSize && s.mass[lane].sum > 0.0f)
-      mass = s.mass[lane].sum * about.of(s.mass[lane].logit);
-    mass = warp_sum(mass);
-    // a draft that is the greatest of its group is part of that, and may be all of it
-    if (likely / kGroupStep % kRankedReaders % kRankedBlocks == rank)
-      mass = fmaxf(mass - about.of(draft_logit), 0.0f);
-    const float bound = (subtracts ? kNucleusResidualTime : kNucleusTime) / mass;
-#pragma unroll 1
-    for (int n = 0; n < kRankedSteps; ++n) {
-      list_candidates(s, groups[0], first + n * kStep, about, race, bound * (1.002f * 0x1p32f));
-#pragma unroll
-      for (int j = 1; j < kRankedSteps; ++j) groups[j - 1] = groups[j];
+    if (judges && lane < kRankedBlocks * kSlotParts) {
+      const int to = lane / kSlotParts, part = lane % kSlotParts;
+      const ulonglong2 two = reinterpret_cast<const ulonglong2*>(&s.out)[part];
+      send_shared(shared_address_of(reinterpret_cast<char*>(&s.slot) + 16 * part, to), two.x, two.y,
+                  shared_address_of(&rows_here, to));
     }
-    sync_some<1>(readers);
-    const bool crowded = s.candidates > kMostCandidates;
-    const bool has = !crowded && threadIdx.x < s.candidates;
-    const float logit = has ? s.logit[threadIdx.x] : -INFINITY;
-    const int32_t token = has ? s.token[threadIdx.x] : -1;
-    const float weight = law.weight(logit);
-    const float exponential_time = exponential(has ? s.word[threadIdx.x] : 0);
-    wait_for(&verdict_here);
-    const NucleusVerdict verdict = s.verdict;
-    way = verdict.way;
-    raced = way == NucleusWay::kRace;
-    if (raced) {
-      const RowFilter filter{verdict.cut_logit, verdict.cut_id < 0 ? INT32_MAX : verdict.cut_id,
-                             verdict.mass};
-      const bool replaces = verdict.outcome == Outcome::kResidual;
-      const bool by_law = replaces && verdict.one_hot == 0;  // less q, as DrawWeights
-      WarpTime time{kNoWinner, 0, 0};
-      if (has && filter.keeps(logit, token) && !(replaces && !by_law && token == likely)) {
-        const float value = by_law ? less_pool(r, i, s.pool, verdict, weight, token) : weight;
-        if (value > 0.0f)
-          time.key =
-              static_cast<unsigned long long>(__float_as_uint(div_rn(exponential_time, value)))
-                  << 32 |
-              static_cast<uint32_t>(token);
-        time.tied = verdict.cut_id < 0 && logit == verdict.cut_logit ? 1u : 0u;
+    uint64_t in[4], mass = 0, up_to = 0;
+    if (sums) {
+      uint64_t more = 0;
+      if (own_row == kZeroBin / kRowBins && near != 0 && near <= kNearTokens)
+        more = near_mass(s, cluster, law);
+      weigh_bins(law, own_row, counts, more, in);
+      const uint64_t of_lane = in[0] + in[1] + in[2] + in[3];
+      mass = mass_of_warp(of_lane);
+      if (lane < kRankedBlocks)
+        send_shared(shared_address_of(s.row_mass + own_row, lane), mass,
+                    shared_address_of(&rows_here, lane));
+      up_to = sum_up_to(of_lane);
+    }
+    const bool apart = law.shift != 0.0f && tells_apart(law, -INFINITY, near);
+    if (sums || !apart) wait_for(&rows_here);
+    if (!apart) return end_apart<false>(p, cluster, b, i, true, by_value);
+    if (sums) {
+      const RowsBefore rows(s.row_mass, own_row);
+      const uint64_t target = nucleus_cut(rows.all, filters.top_p);
+      if (rows.before < target && rows.before + mass >= target) {
+        const ValueCut cut = find_cut(own_row, counts, in, rows.before + up_to, target, law);
+        judge_row(r, law, cut, s.slot, near != 0, verdict_words);
       }
-      const unsigned long long least = least_of_warp(time.key);
-      const unsigned tied = __ballot_sync(kFullMask, time.key == least && time.tied != 0);
-      // in the units of the times: weights, or what is left of probabilities
-      const float whole =
-          by_law ? bound * 0.9995f * (static_cast<float>(verdict.mass) / kFixedOne) : bound;
-      if (lane == 0) {
-        const uint64_t aux = static_cast<uint64_t>(tied != 0 ? 1u : 0u) << 32 |
-                             (crowded ? 0u : __float_as_uint(whole));
-        send_shared(shared_address_of(s.times + warp * kRankedBlocks + rank, kLeader), least, aux,
-                    shared_address_of(&times_here, kLeader));
-      }
-      wait_for(&go_here);
-      way = static_cast<NucleusWay>(s.go);
     }
   }
-  if (way == NucleusWay::kByValue)
-    return end_by_value<kByPosition>(p, cluster, b, i, words, by_value);
-  // a race has heard of every warp that it is through with the other blocks
-  if (!raced) cluster.meet();
+  race_together<false>(p, r, cluster, team, i, noise, t, by_value);
 }
 
 }  // namespace domino
