@@ -19,7 +19,14 @@ from domino_kernels.reference.law import FILTER_ORDERS
 
 pytestmark = pytest.mark.gpu
 
-MORE = [((8, 15, 4096), 64), ((13, 9, 1501), 200), ((4, 31, 9000), 5), ((9, 7, 40_000), 5)]
+MORE = [
+    ((8, 15, 4096), 64),  # a processor to each row, as the next two
+    ((13, 9, 1504), 200),
+    ((3, 40, 2048), 5),
+    ((13, 9, 1501), 200),
+    ((4, 31, 9000), 5),
+    ((9, 7, 40_000), 5),
+]
 
 
 def nucleus_of(kind, shape, form, generator, pool=5):

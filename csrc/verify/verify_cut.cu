@@ -12,6 +12,9 @@ void launch_listed(const LaunchShape& shape, const VerifyChainParams& p, void* s
 bool launch_ranked(const DeviceInfo& device, const VerifyChainParams& p, void* stream, int* status);
 bool launch_nucleus(const DeviceInfo& device, const VerifyChainParams& p, void* stream,
                     int* status);
+// verify_row.cu: the first launch, if each row has a processor to itself.
+bool launch_row(const DeviceInfo& device, const VerifyChainParams& p, bool by_words, void* stream,
+                int* status);
 
 int launch_by_value(const VerifyChainParams& p, void* stream) {
   DeviceInfo device;
@@ -41,7 +44,12 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
   LaunchShape shape{dim3(static_cast<unsigned>(rows * row_blocks)), kCutThreads};
   shape.cluster = row_blocks;
   const DenseKernels of_dense = dense ? dense_kernels(p) : DenseKernels{};
-  if (!in_turn) {
+  int row_status = kOk;
+  const bool by_row = launch_row(device, p, hands_words(p), stream, &row_status);
+  if (row_status != kOk) return row_status;
+  if (by_row) {
+    // its verdicts are on their way
+  } else if (!in_turn) {
     if (dense)
       launch_kernel(shape, as_stream(stream), of_dense.listed, p);
     else
@@ -64,7 +72,10 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
                     : dense                        ? of_dense.draw
                     : draws_every_row(p)           ? verify_draw_kernel<VerifyRule::kMatch>
                     : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
-                    : counted      ? verify_draw_kernel<VerifyRule::kToken, 3, false, true>
+                    : by_row && hands_words(p)
+                        ? verify_draw_kernel<VerifyRule::kToken, 2, false, DrawBehind::kWords>
+                    : counted
+                        ? verify_draw_kernel<VerifyRule::kToken, 3, false, DrawBehind::kCounts>
                     : p.batch > 16 ? verify_draw_kernel<VerifyRule::kToken, 3>
                                    : verify_draw_kernel<VerifyRule::kToken>;
   if (draw_blocks > 8) {

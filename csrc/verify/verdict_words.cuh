@@ -1,0 +1,89 @@
+// How verify_row_kernel hands its verdicts to verify_draw_kernel: as words, four a row, in front of
+// the workspace, that say by themselves that they are there (they are never 0), so that nobody
+// waits for what a fence or the end of a launch would. The clusters that have read them leave them
+// at 0 for the next call. Of requests of at most 32 rows.
+#pragma once
+
+#include "verify/judged_rows.cuh"
+#include "verify/verify_greedy.cuh"
+
+namespace domino {
+
+constexpr int kVerdictWords = 4;
+constexpr unsigned long long kVerdictThere = 1ull << 63;
+
+__host__ __device__ inline bool hands_words(const VerifyChainParams& p) {
+  return p.rule != VerifyRule::kMatch && p.rule != VerifyRule::kGumbel &&
+         p.rule != VerifyRule::kBlock && p.drafts < kWarpSize &&
+         p.batch * (p.drafts + 1) * kVerdictWords <= kGreedyWords;
+}
+__device__ __forceinline__ unsigned long long* verdict_words(const VerifyChainParams& p, int64_t b,
+                                                             int i) {
+  return static_cast<unsigned long long*>(p.workspace) + (b * (p.drafts + 1) + i) * kVerdictWords;
+}
+
+// Word n of a verdict without a winner, whose logits are bf16. Where nothing is filtered, the mass
+// that is kept is the row's. race_mass: with a pool, of what q leaves
+__device__ __forceinline__ unsigned long long verdict_word(const SlotVerdict& v, int n) {
+  const bool one_hot = (v.status & kTakenAsOneHot) != 0;
+  if (n == 0) {
+    const uint32_t ties = v.filter.cut_id < 0 ? static_cast<uint32_t>(-v.filter.cut_id) : 0u;
+    return kVerdictThere | static_cast<unsigned long long>(ties) << 32 |
+           (__float_as_uint(v.filter.cut_logit) & 0xffff0000u) |
+           static_cast<uint32_t>(v.outcome) << 12 | (one_hot ? 0x100u : 0u) | (v.status & 0xffu);
+  }
+  if (n == 1)
+    return kVerdictThere | (v.outcome == Outcome::kArgmax ? static_cast<uint32_t>(v.argmax)
+                            : v.filter.mass != 0          ? v.filter.mass
+                                                          : v.sum);
+  const bool has_pool = v.draft_sum != 0 && !one_hot;
+  if (n == 2) return kVerdictThere | (has_pool ? v.draft_sum : __float_as_uint(v.race_mass));
+  const uint32_t rest = has_pool ? __float_as_uint(v.race_mass) >> 16 : 0;  // 0 < race_mass <= 1
+  return kVerdictThere | static_cast<unsigned long long>(rest) << 48 |
+         static_cast<unsigned long long>(__float_as_uint(v.top) >> 16) << 32 |
+         __float_as_uint(v.draft_top);
+}
+__device__ __forceinline__ SlotVerdict
+read_verdict(const unsigned long long (&words)[kVerdictWords]) {
+  const uint32_t low = static_cast<uint32_t>(words[0]);
+  const int32_t ties = static_cast<int32_t>(words[0] >> 32 & 0x7fffffffu);
+  const uint64_t mass = words[1] & ~kVerdictThere;
+  SlotVerdict v;
+  v.outcome = static_cast<Outcome>(low >> 12 & 0xfu);
+  v.status = (low & 0xffu) | (low & 0x100u ? kTakenAsOneHot : 0u);
+  v.logprob = 0.0f;
+  v.winner = -1;
+  v.filter = {__uint_as_float(low & 0xffff0000u), ties == 0 ? INT32_MAX : -ties, mass};
+  v.sum = mass;
+  v.top = __uint_as_float(static_cast<uint32_t>(words[3] >> 32) << 16);
+  const uint32_t rest = static_cast<uint32_t>(words[3] >> 48) & 0x7fffu;
+  v.argmax = static_cast<int32_t>(mass);
+  v.draft_sum = words[2] & ~kVerdictThere;
+  v.draft_top = __uint_as_float(static_cast<uint32_t>(words[3]));
+  v.race_mass = __uint_as_float(rest != 0 ? rest << 16 : static_cast<uint32_t>(words[2]));
+  return v;
+}
+
+// By a warp: the verdict on row `lane` of a request, where it has one. Rows cannot be kept from
+// leaving theirs: this launch starts when all blocks of that one run.
+__device__ __forceinline__ SlotVerdict wait_for_verdict(const unsigned long long* words, bool has) {
+  ulonglong2 first{0, 0}, second{0, 0};
+  const auto look = [&] {
+    first = load_pair_if(has, words);
+    second = load_pair_if(has, words + 2);
+    return __all_sync(kFullMask,
+                      !has || (first.x != 0 && first.y != 0 && second.x != 0 && second.y != 0));
+  };
+  constexpr int kManyPolls = 1 << 12;
+  int polls = 0;
+  while (!look()) {
+    if (++polls == kManyPolls) previous_launch_done();
+    if (polls > kManyPolls) __trap();
+    // blocks that still count share their processors with this one
+    __nanosleep(__any_sync(kFullMask, first.x != 0) ? 40 : 200);
+  }
+  const unsigned long long all[kVerdictWords] = {first.x, first.y, second.x, second.y};
+  return read_verdict(all);
+}
+
+}  // namespace domino
