@@ -3,9 +3,10 @@
 //
 // A group of kGroup blocks, all resident (the launch is cooperative), owns up to 32 batch rows.
 // Block c of a group holds for the whole launch, in registers as MMA fragments, the rows of W_hh of
-// units 16c .. 16c + 15 and rows 4c .. 4c + 3 of W1s, its warps a part of the k each; and in shared
-// memory the rows of W2 of its part of every pool. In a step the blocks tell each other three times
-// what they have, each of them all the others (chain_exchange.cuh):
+// units 16c .. 16c + 15 and rows 4c .. 4c + 3 of W1s, its warps a part of the k each (with 16 warps
+// W1s comes anew in each step); and in shared memory the rows of W2 of its part of every pool. In a
+// step the blocks tell each other three times what they have, each of them all the others
+// (chain_exchange.cuh):
 //
 //   keys of y_j   -> its argmax; the block's 48 values of row y_j of the input table, or without
 //                    one what is made of E[y_j] by servers (chain_input.cuh) or by all blocks
