@@ -110,6 +110,11 @@ class TreeOptions:
                 f"generate: tree: got depth {depth}, expected at most {drafter.max_drafts}"
             )
         widths = self.widths(depth)
+        if self.children * max(widths) > 1024:
+            raise ValueError(
+                f"generate: tree: got {self.children * max(widths)} children a level, expected at "
+                "most 1024: fewer children or a smaller width"
+            )
         if self.drawn and self.children * sum(widths) > 1023:
             raise ValueError(
                 f"generate: tree: got {1 + self.children * sum(widths)} nodes, expected at most "

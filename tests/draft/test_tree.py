@@ -275,6 +275,8 @@ def test_errors(pair):
         generate(target, drafter, PROMPTS, tree=shape("greedy"), temperature=1.0, **keywords)
     with pytest.raises(ValueError, match=r"tree: got depth 9, expected at most"):
         generate(target, drafter, PROMPTS, tree=shape(None, depth=9), **keywords)
+    with pytest.raises(ValueError, match=r"tree: got 2048 children a level, expected at most"):
+        generate(target, drafter, PROMPTS, tree=TreeOptions(width=64, children=32), **keywords)
     with pytest.raises(ValueError, match=r"num_drafts: got 3 and a tree"):
         generate(target, drafter, PROMPTS, tree=shape(None), num_drafts=3, **keywords)
 
