@@ -16,6 +16,14 @@ bool launch_nucleus(const DeviceInfo& device, const VerifyChainParams& p, void* 
 bool launch_row(const DeviceInfo& device, const VerifyChainParams& p, bool by_words, void* stream,
                 int* status);
 
+// Blocks that draw for a request once its rows have been judged: as timed with 32 and 64 requests,
+// where all should find room at once (with dense q two a processor, otherwise three).
+static int counted_blocks(int64_t batch, bool dense) {
+  if (batch <= 32) return dense ? 6 : 8;
+  if (dense) return 3;
+  return batch <= 64 ? 5 : 4;
+}
+
 int launch_by_value(const VerifyChainParams& p, void* stream) {
   DeviceInfo device;
   if (const int status = current_device(&device); status != kOk) return status;
@@ -37,7 +45,7 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
   const int draw_blocks = device.major < 9                 ? 1
                           : p.batch <= 8 && large_clusters ? kMostClusterBlocks
                           : p.batch <= 16                  ? 8
-                          : dense && counted               ? 3  // of 128 registers: all at once
+                          : counted                        ? counted_blocks(p.batch, dense)
                                                            : 4;
   if (rows * row_blocks > INT32_MAX - kRowBuffers * resident || p.batch * draw_blocks > INT32_MAX)
     return kBadArgument;
