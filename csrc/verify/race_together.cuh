@@ -109,15 +109,13 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
     const EndOfWalk end = s.end;
     unsigned long long key = kNoWinner;
     if (end.row >= 0 && (end.how & kWordRaces) != 0) {
-      const Purpose purpose = (end.how & kWordReplaces) != 0 ? kResidualDraw : kBonusDraw;
-      TeamRace contest(r, end.row, end, scale, draft_scale, RaceNoise{noise, purpose, end.row});
-      const uint2* tokens = reinterpret_cast<const uint2*>(r.target_row(end.row).data);
+      const auto* tokens = reinterpret_cast<const uint2*>(r.target_row(end.row).data);
       const uint2* draft = nullptr;  // row of q
-      if (kDense && contest.by_law())
+      if (kDense && (end.how & kWordReplaces) != 0 && (end.how & kWordOneHot) == 0)
         draft = reinterpret_cast<const uint2*>(r.draft_row(end.row).data);
-#pragma unroll 1
-      for (int from = first + warp * kWarpSize; from < last; from += kQuadsAhead * kRacers) {
-        uint2 ahead[kQuadsAhead], of_draft[kQuadsAhead];
+      uint2 ahead[kQuadsAhead], of_draft[kQuadsAhead];
+      int from = first + warp * kWarpSize;
+      const auto load = [&] {
 #pragma unroll
         for (int n = 0; n < kQuadsAhead; ++n) {
           const int at = from + n * kRacers + lane;
@@ -125,6 +123,12 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
           if (at < last) ahead[n] = __ldg(tokens + at);
           if (kDense && draft != nullptr && at < last) of_draft[n] = __ldg(draft + at);
         }
+      };
+      load();  // ahead of what is to be known about the row
+      const Purpose purpose = (end.how & kWordReplaces) != 0 ? kResidualDraw : kBonusDraw;
+      TeamRace contest(r, end.row, end, scale, draft_scale, RaceNoise{noise, purpose, end.row});
+#pragma unroll 1
+      for (;;) {
 #pragma unroll 1
         for (int at = from; at < min(last, from + kQuadsAhead * kRacers); at += kRacers) {
           contest.meet<kDense>((at + lane) * 4, ahead[0], of_draft[0]);
@@ -134,6 +138,9 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
             of_draft[n - 1] = of_draft[n];
           }
         }
+        from += kQuadsAhead * kRacers;
+        if (from >= last) break;
+        load();
       }
       key = contest.least();
     }

@@ -129,9 +129,6 @@ class TeamRace {
     }
   }
 
-  // Is the weight of a token what q leaves of its probability?
-  __device__ __forceinline__ bool by_law() const { return by_law_; }
-
   // Of the tokens from `token` on, this lane's four. By a whole warp, whose tokens follow one
   // another. draft: with rows of q, the same of q
   template <bool kDense>
