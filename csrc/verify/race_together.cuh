@@ -55,6 +55,7 @@ static __device__ __noinline__ void end_apart(const VerifyChainParams& p, RowClu
     settles = (static_cast<uint32_t>(heard.word(row, 0)) & (kWordRaces | kWordOpen)) != 0;
     if (!settles) break;
   }
+  cluster.meet();  // until here others look for the words, which end_walk() takes away
   if (!judges) return;
   if (waits) {
     bool missing;

@@ -12,9 +12,10 @@ namespace domino {
 constexpr int kVerdictWords = 4;
 constexpr unsigned long long kVerdictThere = 1ull << 63;
 
+// A mass of more tokens than half of kMaxVocab may want 64 bits.
 __host__ __device__ inline bool hands_words(const VerifyChainParams& p) {
-  return p.rule != VerifyRule::kMatch && p.rule != VerifyRule::kGumbel &&
-         p.rule != VerifyRule::kBlock && p.drafts < kWarpSize &&
+  return p.vocab <= kMaxVocab / 2 && p.rule != VerifyRule::kMatch &&
+         p.rule != VerifyRule::kGumbel && p.rule != VerifyRule::kBlock && p.drafts < kWarpSize &&
          p.batch * (p.drafts + 1) * kVerdictWords <= kGreedyWords;
 }
 __device__ __forceinline__ unsigned long long* verdict_words(const VerifyChainParams& p, int64_t b,
