@@ -61,7 +61,6 @@ class AboutSum {
   __device__ __forceinline__ explicit AboutSum(float scale) : scale_(scale) {}
 
   __device__ __forceinline__ void add(const Group<bf16>& group) {
-    const uint4 words = group.words;
     const uint32_t most = group.most();
     most_ = max_nan(most_, most, bf16{});
     const float top = mul_rn(fmaxf(low_half(most, bf16{}), high_half(most, bf16{})), scale_);

@@ -1,8 +1,8 @@
-// The block rule (block_walk.h) behind verify_cut.cuh or verify_listed.cuh: a cluster owns a
-// request. Every block works out the reaches and each row's Z for itself, a warp a row: that takes
-// the row's logits at the pool's ids alone, or with dense q its kept tokens, where they are listed.
-// Where they are not a block looks through a row for them. Then all race for the token. Bytes: a
-// pool and as many logits a row, and one row; bound by latency.
+// The block rule (block_walk.h) behind verify_cut.cuh, verify_row.cuh or verify_listed.cuh: a
+// cluster owns a request. Every block works out the reaches and each row's Z for itself, a warp a
+// row: that takes the row's logits at the pool's ids alone, or with dense q its kept tokens, where
+// they are listed. Where they are not a block looks through a row for them. Then all race for the
+// token. Bytes: a pool and as many logits a row, and one row; bound by latency.
 #pragma once
 
 #include "verify/block_walk.h"

@@ -1,5 +1,5 @@
-// The token of one row behind verify_cut.cuh or verify_listed.cuh: where ties with the filters' cut
-// end, and the race (race_draw.cuh), by a cluster. Bytes: the row.
+// The token of one row behind verify_cut.cuh, verify_row.cuh or verify_listed.cuh: where ties with
+// the filters' cut end, and the race (race_draw.cuh), by a cluster. Bytes: the row.
 #pragma once
 
 #include "common/copy_async.cuh"

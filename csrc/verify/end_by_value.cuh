@@ -1,5 +1,5 @@
-// What is left to do of a row that the kernels of a few rows (verify_ranked.cuh,
-// verify_nucleus.cuh) do not settle their own way: the cut by value, and the race over the row.
+// What is left to do of a row that the kernels of a few rows (few_rows.cuh) do not settle their own
+// way: the cut by value, and the race over the row.
 #pragma once
 
 #include "verify/row_words.cuh"

@@ -1,6 +1,6 @@
-// What the first launches of verify_chain by value (verify_cut.cuh, verify_listed.cuh) and those of
-// a few rows (few_rows.cuh) have in common: a slot's draft and coin, which do not take its row, and
-// the sums of its chunks.
+// What the first launches of verify_chain by value (verify_cut.cuh, verify_row.cuh,
+// verify_listed.cuh) and those of a few rows (few_rows.cuh) have in common: a slot's draft and
+// coin, which do not take its row, and the sums of its chunks.
 #pragma once
 
 #include <new>

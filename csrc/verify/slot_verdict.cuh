@@ -1,4 +1,5 @@
-// What the cluster of a row (verify_cut.cuh, verify_listed.cuh) tells the walk (verify_draw.cuh).
+// What is found of a row (verify_cut.cuh, verify_row.cuh, verify_listed.cuh) tells the walk
+// (verify_draw.cuh).
 #pragma once
 
 #include "verify/walk_records.cuh"
@@ -16,7 +17,8 @@ struct alignas(16) SlotVerdict {
   int32_t argmax;
   uint64_t draft_sum;  // of a pool
   float draft_top;
-  float race_mass;  // of what a race without q draws from, about; behind a coin that q lost, q
+  float race_mass;  // of what a race without q draws from, about; behind a coin that q lost, q, or
+                    // from verify_row with a pool what q leaves
 };
 static_assert(sizeof(SlotVerdict) == 64);
 

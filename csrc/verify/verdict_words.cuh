@@ -24,7 +24,8 @@ __device__ __forceinline__ unsigned long long* verdict_words(const VerifyChainPa
 }
 
 // Word n of a verdict without a winner, whose logits are bf16. Where nothing is filtered, the mass
-// that is kept is the row's. race_mass: with a pool, of what q leaves
+// that is kept is the row's. race_mass: with a pool, where
+// the draft is rejected and there are filters, of what q leaves
 __device__ __forceinline__ unsigned long long verdict_word(const SlotVerdict& v, int n) {
   const bool one_hot = (v.status & kTakenAsOneHot) != 0;
   if (n == 0) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ unsigned long long verdict_word(const SlotVerdict& v,
                                                           : v.sum);
   const bool has_pool = v.draft_sum != 0 && !one_hot;
   if (n == 2) return kVerdictThere | (has_pool ? v.draft_sum : __float_as_uint(v.race_mass));
-  const uint32_t rest = has_pool ? __float_as_uint(v.race_mass) >> 16 : 0;  // 0 < race_mass <= 1
+  const uint32_t rest = has_pool ? __float_as_uint(v.race_mass) >> 16 : 0;
   return kVerdictThere | static_cast<unsigned long long>(rest) << 48 |
          static_cast<unsigned long long>(__float_as_uint(v.top) >> 16) << 32 |
          __float_as_uint(v.draft_top);

@@ -90,9 +90,9 @@ struct VerifyChainParams {
 // The fixed-point sums of a row (2^40 a token, times sqrt(2)) must fit 64 bits.
 constexpr int64_t kMaxVocab = int64_t{1} << 23;
 
-// What blocks tell each other, in front of the workspace, 0 between calls: in verify_greedy,
-// verify_ranked and verify_nucleus what rows have come to; in verify_cut where a chain ends, and
-// from the middle on how many of its rows have been judged.
+// What blocks tell each other, in front of the workspace, 0 between calls: in verify_greedy, the
+// kernels of a few rows and verify_row what rows have come to; in verify_cut where a chain ends,
+// and from the middle on how many of its rows have been judged.
 constexpr int64_t kGreedyWords = 16384;
 
 constexpr int64_t kRowRecordBytes = 96;  // what was found of a row

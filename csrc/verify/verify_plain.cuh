@@ -6,9 +6,9 @@
 //   verdict  that warp judges the draft
 //   race     all blocks of the request, over the row in which the walk ends (race_together.cuh)
 //
-// With rows of q their sums go the same way. Greedy requests, and a residual of which nothing is
-// left, go by end_by_value.cuh. Bytes: every row once, and the last one again from L2; bound by
-// latency.
+// With rows of q their sums go the same way. Greedy requests, a residual of which nothing is left,
+// and what blocks have waited for in vain, go by end_by_value.cuh. Bytes: every row once, and the
+// last one again from L2; bound by latency.
 #pragma once
 
 #include "verify/race_together.cuh"

@@ -1,4 +1,4 @@
-// First launch of verify_chain by top-p, with or without min-p, over rows of bf16 logits, where
+// First launch of verify_chain by top-p, min-p or both, over rows of bf16 logits, where
 // each row has a processor to itself: a block reads a row once and counts its values
 // (row_counter.cuh). Its last warp sees to the slot meanwhile. Then each warp sums up rows of bins,
 // all of them find the row in which the nucleus ends, and the warp that has it goes on to the cut
