@@ -99,6 +99,17 @@ __device__ __forceinline__ uint64_t heavy_bins(const RowLaw& law, int bin, float
   return mass;
 }
 
+// Of the lanes up to this one.
+__device__ __forceinline__ uint64_t sum_up_to(uint64_t own) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const uint64_t left = __shfl_up_sync(kFullMask, own, step);
+    if (lane >= step) own += left;
+  }
+  return own;
+}
+
 // Where sums come to what is wanted: entry `at`, in one lane, that of this number.
 struct Crossing {
   int lane;

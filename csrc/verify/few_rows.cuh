@@ -1,5 +1,5 @@
-// How the kernels of a few rows (verify_ranked.cuh, verify_nucleus.cuh, verify_plain.cuh) are
-// launched: a cluster to each row, all of them at once.
+// How the kernels of a few rows (verify_ranked.cuh, verify_nucleus.cuh, verify_nucleus_draws.cuh,
+// verify_plain.cuh) are launched: a cluster to each row, all of them at once.
 #pragma once
 
 #include "verify/ranked_tokens.cuh"

@@ -1,5 +1,5 @@
 // Where a nucleus cuts a row of bf16 logits whose values a cluster has counted. The steps of
-// verify_nucleus.cuh.
+// verify_nucleus.cuh and verify_nucleus_draws.cuh.
 #pragma once
 
 #include "verify/bin_rows.cuh"
@@ -94,16 +94,6 @@ static __device__ __noinline__ uint64_t near_mass(NucleusCounts& s, RowCluster c
       sum += to_fixed(law.weight(__uint_as_float(half << 16))) - to_fixed(law.weight(0.0f));
     }
   return sum;
-}
-
-__device__ __forceinline__ uint64_t sum_up_to(uint64_t own) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const uint64_t left = __shfl_up_sync(kFullMask, own, step);
-    if (lane >= step) own += left;
-  }
-  return own;
 }
 
 // In three sums of 32 bits, which take a third of a shuffle's five steps.

@@ -1,14 +1,14 @@
 // First launch of verify_chain with filters over rows of bf16 logits, where there are more rows
-// than the device has room for at once (otherwise verify_listed.cuh or few_rows.cuh): a block goes
-// through rows one after the other. Most of its warps read, and go on to the next row; the others
-// find where the filters cut the row that has been read, and judge its draft. So no block's loads
-// stop while it judges. Rows are taken slot by slot over the batch, and what lies behind a draft
-// that has been rejected by then is left out, without a top-k the rest of a row on its way as well.
-// Where a row has a top-k, cut, verdict and race need no more than the tokens above a bound
-// (listed_tokens.cuh); otherwise values are counted (row_counter.cuh). Requests without a filter
-// take the row's statistics instead, chunk by chunk as in row_chunks.cuh. With dense q the row of q
-// follows its target row (draft_row.cuh). Bytes: every row once; bound by HBM, without a top-k as
-// much by shared memory.
+// than the device has room for at once (otherwise verify_row.cuh, verify_listed.cuh or
+// few_rows.cuh): a block goes through rows one after the other. Most of its warps read, and go on
+// to the next row; the others find where the filters cut the row that has been read, and judge its
+// draft. So no block's loads stop while it judges. Rows are taken slot by slot over the batch, and
+// what lies behind a draft that has been rejected by then is left out, without a top-k the rest of
+// a row on its way as well. Where a row has a top-k, cut, verdict and race need no more than the
+// tokens above a bound (listed_tokens.cuh); otherwise values are counted (row_counter.cuh).
+// Requests without a filter take the row's statistics instead, chunk by chunk as in row_chunks.cuh.
+// With dense q the row of q follows its target row (draft_row.cuh). Bytes: every row once; bound by
+// HBM, without a top-k as much by shared memory.
 #pragma once
 
 #include "verify/draft_row.cuh"

@@ -1,10 +1,10 @@
 // First launch of verify_chain with filters over rows of bf16 logits, where the device has room for
-// all rows at once and few_rows.cuh does not take them, or log-probabilities are wanted: a cluster
-// reads one row once. With a top-k the
-// tokens above a bound are listed, and mostly the list is all that cut, verdict and race need
-// (listed_tokens.cuh); otherwise values are counted (listed_histogram.cuh). Requests without a
-// filter, and log-probabilities, take the row's statistics instead, or as well: chunk by chunk as
-// in row_chunks.cuh. Bytes: every row once; bound by HBM, at small batches by latency.
+// all rows at once and neither few_rows.cuh nor verify_row.cuh takes them, or log-probabilities are
+// wanted: a cluster reads one row once. With a top-k the tokens above a bound are listed, and
+// mostly the list is all that cut, verdict and race need (listed_tokens.cuh); otherwise values are
+// counted (listed_histogram.cuh). Requests without a filter, and log-probabilities, take the row's
+// statistics instead, or as well: chunk by chunk as in row_chunks.cuh. Bytes: every row once; bound
+// by HBM, at small batches by latency.
 #pragma once
 
 #include "verify/draft_row.cuh"

@@ -1,11 +1,11 @@
 // First launch of verify_chain by top-p, min-p or both, over rows of bf16 logits, where
-// each row has a processor to itself: a block reads a row once and counts its values
-// (row_counter.cuh). Its last warp sees to the slot meanwhile. Then each warp sums up rows of bins,
-// all of them find the row in which the nucleus ends, and the warp that has it goes on to the cut
-// and judges the draft. Requests with min-p, values that the counts do not tell apart: by
-// row_histogram.cuh. Requests without a filter take the row's statistics instead, chunk by
-// chunk as in row_chunks.cuh. Bytes: every row once; bound by HBM and by shared memory, and by
-// latency behind them.
+// each row has a processor to itself, without a top-k, dense q or log-probabilities: a block reads
+// a row once and counts its values (row_counter.cuh). Its last warp sees to the slot meanwhile.
+// Then each warp sums up rows of bins, all of them find the row in which the nucleus ends, and the
+// warp that has it goes on to the cut and judges the draft. Requests with min-p, values that the
+// counts do not tell apart: by row_histogram.cuh. Requests without a filter take the row's
+// statistics instead, chunk by chunk as in row_chunks.cuh. Bytes: every row once; bound by HBM and
+// by shared memory, and by latency behind them.
 #pragma once
 
 #include "verify/bin_rows.cuh"
@@ -87,16 +87,6 @@ __device__ __forceinline__ void count_group(ListedShared& s, const Group<bf16>& 
   if (((nearest + kLeastBits * 0x10001u) & 0x80008000u) == 0) return;
 #pragma unroll 1
   for (int n = 0; n < kGroup; ++n) note_near(s, __float_as_uint(group.at(n)) >> 16);
-}
-
-__device__ __forceinline__ uint64_t sum_up_to(uint64_t own) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const uint64_t left = __shfl_up_sync(kFullMask, own, step);
-    if (lane >= step) own += left;
-  }
-  return own;
 }
 
 // The cut by top-p alone, where the counts tell values apart: true in the one warp that has it. By
@@ -193,7 +183,7 @@ __device__ __forceinline__ float pool_rest(const ChainRequest& r, const RowShare
 }
 
 // Grid: a block for each row of each request. Rows are aligned, and their vocabulary is a multiple
-// of 8. by_words: as verdict_words.cuh
+// of 8. by_words: as verdict_words.cuh.
 __global__ void __maxnreg__(48)
     verify_row_kernel(const __grid_constant__ VerifyChainParams p, bool by_words) {
   extern __shared__ uint4 dynamic_shared[];
