@@ -30,18 +30,6 @@ struct NucleusShared : NucleusCounts {
   PoolAhead pool;
 };
 
-__device__ __forceinline__ void count_group(uint32_t* bins, const Group<bf16>& group,
-                                            uint32_t& nearest) {
-  const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
-    const uint32_t both = value_bins(words[n]);
-    atomicAdd(&bins[both & 0xffffu], 1u);
-    atomicAdd(&bins[both >> 16], 1u);
-  }
-}
-
 // The cluster's counts of a lane's bins of a row. -0 is +0.
 __device__ __forceinline__ uint4 cluster_bins(const RowCluster& cluster, NucleusCounts& s,
                                               int row) {
@@ -71,9 +59,6 @@ __device__ __forceinline__ void weigh_bins(const RowLaw& law, int row, const uin
   if (bin + 3 == kZeroBin) mass[3] += near;
 }
 
-__device__ __forceinline__ bool has_near(uint32_t nearest) {
-  return ((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0;
-}
 // As note_near() and near_mass() of row_counter.cuh.
 static __device__ __noinline__ void note_near(NucleusCounts& s, uint4 words) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};

@@ -19,6 +19,23 @@
 
 namespace domino {
 
+// Counts eight tokens by value. nearest: of the halves 2^15 less the least magnitude, 0 for 0
+__device__ __forceinline__ void count_values(uint32_t* bins, const Group<bf16>& group,
+                                             uint32_t& nearest) {
+  const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
+    const uint32_t both = value_bins(words[n]);
+    atomicAdd(&bins[both & 0xffffu], 1u);
+    atomicAdd(&bins[both >> 16], 1u);
+  }
+}
+// Is a token near 0 that is not 0?
+__device__ __forceinline__ bool has_near(uint32_t nearest) {
+  return ((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0;
+}
+
 __device__ __forceinline__ void note_near(ListedShared& s, uint32_t half) {
   const uint32_t magnitude = half & 0x7fffu;
   if (magnitude - 1 >= kLeastBits) return;
@@ -111,15 +128,8 @@ class RowCounter {
     const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
     meet(group);
     uint32_t nearest = 0;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      // 2^15 less the magnitude, 0 for 0
-      nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
-      const uint32_t bins = value_bins(words[n]);
-      atomicAdd(&s_.count[bins & 0xffffu], 1u);
-      atomicAdd(&s_.count[bins >> 16], 1u);
-    }
-    if (((nearest + kLeastBits * 0x10001u) & 0x80008000u) != 0) {
+    count_values(s_.count, group, nearest);
+    if (has_near(nearest)) {
 #pragma unroll
       for (int n = 0; n < 2 * 4; ++n) note_near(s_, words[n / 2] >> (n % 2 * 16));
     }

@@ -27,8 +27,6 @@ constexpr int kPatience = 128;  // polls: more than 50 us
 constexpr uint32_t kWordRaces = 0x400, kWordOpen = 0x800;         // open: to be settled by value
 constexpr uint32_t kWordReplaces = 0x1000, kWordOneHot = 0x2000;  // a residual; of a one-hot draft
 constexpr uint32_t kWordTies = 0x4000;  // of the tokens that tie with the cut some are not kept
-constexpr int kVerdictWords = 4;
-constexpr unsigned long long kThere = 1ull << 63;
 
 // Words of the blocks: the complement of a key, or that there is none, or that it was not looked
 // for. A key is the bits of a time, an id, and whether the token ties with the cut.

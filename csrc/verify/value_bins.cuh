@@ -44,6 +44,11 @@ struct ValueCut {
   float logit;
   int32_t ties;
   uint64_t mass;
+
+  // As SlotVerdict's, where ties count from the first on.
+  __device__ __forceinline__ RowFilter filter() const {
+    return {logit, ties < 0 ? INT32_MAX : -ties, mass};
+  }
 };
 
 struct CountAndMass {

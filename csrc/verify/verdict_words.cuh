@@ -9,9 +9,6 @@
 
 namespace domino {
 
-constexpr int kVerdictWords = 4;
-constexpr unsigned long long kVerdictThere = 1ull << 63;
-
 // A mass of more tokens than half of kMaxVocab may want 64 bits.
 __host__ __device__ inline bool hands_words(const VerifyChainParams& p) {
   return p.vocab <= kMaxVocab / 2 && p.rule != VerifyRule::kMatch &&
@@ -30,18 +27,18 @@ __device__ __forceinline__ unsigned long long verdict_word(const SlotVerdict& v,
   const bool one_hot = (v.status & kTakenAsOneHot) != 0;
   if (n == 0) {
     const uint32_t ties = v.filter.cut_id < 0 ? static_cast<uint32_t>(-v.filter.cut_id) : 0u;
-    return kVerdictThere | static_cast<unsigned long long>(ties) << 32 |
+    return kThere | static_cast<unsigned long long>(ties) << 32 |
            (__float_as_uint(v.filter.cut_logit) & 0xffff0000u) |
            static_cast<uint32_t>(v.outcome) << 12 | (one_hot ? 0x100u : 0u) | (v.status & 0xffu);
   }
   if (n == 1)
-    return kVerdictThere | (v.outcome == Outcome::kArgmax ? static_cast<uint32_t>(v.argmax)
-                            : v.filter.mass != 0          ? v.filter.mass
-                                                          : v.sum);
+    return kThere | (v.outcome == Outcome::kArgmax ? static_cast<uint32_t>(v.argmax)
+                     : v.filter.mass != 0          ? v.filter.mass
+                                                   : v.sum);
   const bool has_pool = v.draft_sum != 0 && !one_hot;
-  if (n == 2) return kVerdictThere | (has_pool ? v.draft_sum : __float_as_uint(v.race_mass));
+  if (n == 2) return kThere | (has_pool ? v.draft_sum : __float_as_uint(v.race_mass));
   const uint32_t rest = has_pool ? __float_as_uint(v.race_mass) >> 16 : 0;
-  return kVerdictThere | static_cast<unsigned long long>(rest) << 48 |
+  return kThere | static_cast<unsigned long long>(rest) << 48 |
          static_cast<unsigned long long>(__float_as_uint(v.top) >> 16) << 32 |
          __float_as_uint(v.draft_top);
 }
@@ -49,7 +46,7 @@ __device__ __forceinline__ SlotVerdict
 read_verdict(const unsigned long long (&words)[kVerdictWords]) {
   const uint32_t low = static_cast<uint32_t>(words[0]);
   const int32_t ties = static_cast<int32_t>(words[0] >> 32 & 0x7fffffffu);
-  const uint64_t mass = words[1] & ~kVerdictThere;
+  const uint64_t mass = words[1] & ~kThere;
   SlotVerdict v;
   v.outcome = static_cast<Outcome>(low >> 12 & 0xfu);
   v.status = (low & 0xffu) | (low & 0x100u ? kTakenAsOneHot : 0u);
@@ -60,7 +57,7 @@ read_verdict(const unsigned long long (&words)[kVerdictWords]) {
   v.top = __uint_as_float(static_cast<uint32_t>(words[3] >> 32) << 16);
   const uint32_t rest = static_cast<uint32_t>(words[3] >> 48) & 0x7fffu;
   v.argmax = static_cast<int32_t>(mass);
-  v.draft_sum = words[2] & ~kVerdictThere;
+  v.draft_sum = words[2] & ~kThere;
   v.draft_top = __uint_as_float(static_cast<uint32_t>(words[3]));
   v.race_mass = __uint_as_float(rest != 0 ? rest << 16 : static_cast<uint32_t>(words[2]));
   return v;

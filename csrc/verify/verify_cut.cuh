@@ -392,7 +392,7 @@ __device__ __forceinline__ void judge_row(const VerifyChainParams& p, const Chai
     }
   }
   const ValueCut cut = histogram.find(law, filters);
-  const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+  const RowFilter filter = cut.filter();
   settle(law, filter);
   if (leads) leave(judge_cut(r, slot, law, filter), -1, stats, law, filter);
 }

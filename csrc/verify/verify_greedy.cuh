@@ -21,6 +21,11 @@ constexpr int kGreedyWarps = 16, kGreedyThreads = kGreedyWarps * kWarpSize;
 constexpr int kGreedyBlocks = 2;     // on an SM
 constexpr int kMostGreedyParts = 8;  // of a row
 
+// Verdicts that take four words (verdict_words.cuh, team_race.cuh), and the bit by which those say
+// that they are there whose value may be 0.
+constexpr int kVerdictWords = 4;
+constexpr unsigned long long kThere = 1ull << 63;
+
 __device__ __forceinline__ void store_word(unsigned long long* word, unsigned long long value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }

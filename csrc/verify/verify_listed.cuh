@@ -166,13 +166,13 @@ __device__ __forceinline__ void listed_row(const VerifyChainParams& p, const Row
   if (cluster.size == 1) {
     cut = RowHistogram<WholeBlock>(shared, source).find(law, filters);
     if (warp == kReadWarps) {
-      const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+      const RowFilter filter = cut.filter();
       write_verdict(judge_cut(r, slot, law, filter), -1, stats, law, filter, slot, out);
     }
     return;
   }
   if (histogram.find(law, filters, &cut) && warp == kReadWarps) {
-    const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+    const RowFilter filter = cut.filter();
     write_verdict(judge_cut(r, slot, law, filter), -1, stats, law, filter, slot, out);
   }
   cluster.meet();

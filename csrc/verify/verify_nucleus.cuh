@@ -22,7 +22,7 @@ namespace domino {
 __device__ __forceinline__ void judge_row(const ChainRequest& r, const RowLaw& law,
                                           const ValueCut& cut, const SlotAhead& slot, bool near,
                                           unsigned long long* words) {
-  const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+  const RowFilter filter = cut.filter();
   const Slot verdict = judge_cut(r, slot, law, filter);
   // is the cut among those near 0, the draft among ties that are kept?
   const bool open = (near && cut.logit == 0.0f) || verdict.outcome == Outcome::kUndecided;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     uint32_t nearest = 0, most = 0xff80ff80u;
 #pragma unroll
     for (int n = 0; n < kRankedSteps; ++n) {
-      count_group(s.count, groups[n], nearest);
+      count_values(s.count, groups[n], nearest);
       most = max_nan(most, groups[n].most(), bf16{});
     }
     const uint32_t key = __reduce_max_sync(kFullMask, logit_key(greater_half(most)));

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     float tops[kRankedSteps], most = -INFINITY;
 #pragma unroll
     for (int n = 0; n < kRankedSteps; ++n) {
-      count_group(s.count, groups[n], nearest);
+      count_values(s.count, groups[n], nearest);
       tops[n] = greater_half(groups[n].most());
       most = max_nan(most, tops[n]);
     }
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     const uint64_t more = near != 0 ? near_mass(s, cluster, law) : 0;
     const ValueCut cut = find_row_and_cut(s.row_mass, law, filters.top_p, more,
                                           [&](int row) { return cluster_bins(cluster, s, row); });
-    const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+    const RowFilter filter = cut.filter();
     const Slot verdict = judge_cut(r, slot, law, filter);
     const bool unclear = near != 0 && cut.logit == 0.0f;  // or is it among those near 0?
     way = unclear ? NucleusWay::kByValue : NucleusWay::kRace;

@@ -73,18 +73,10 @@ class RowPieces {
 // As RowCounter::count(), in a third of the code.
 __device__ __forceinline__ void count_group(ListedShared& s, const Group<bf16>& group,
                                             uint32_t& most) {
-  const uint32_t words[4] = {group.words.x, group.words.y, group.words.z, group.words.w};
   most = max_nan(most, group.most(), bf16{});
   uint32_t nearest = 0;
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    // 2^15 less the magnitude, 0 for 0
-    nearest = __viaddmax_s16x2(~words[n] & 0x7fff7fffu, 0x00010001u, nearest);
-    const uint32_t bins = value_bins(words[n]);
-    atomicAdd(&s.count[bins & 0xffffu], 1u);
-    atomicAdd(&s.count[bins >> 16], 1u);
-  }
-  if (((nearest + kLeastBits * 0x10001u) & 0x80008000u) == 0) return;
+  count_values(s.count, group, nearest);
+  if (!has_near(nearest)) return;
 #pragma unroll 1
   for (int n = 0; n < kGroup; ++n) note_near(s, __float_as_uint(group.at(n)) >> 16);
 }
@@ -268,7 +260,7 @@ __global__ void __maxnreg__(48)
   };
   const auto judge_by = [&](const ChainRequest& r, const RowLaw& law, const ValueCut& cut) {
     leave([&](SlotVerdict* to) {
-      const RowFilter filter{cut.logit, cut.ties < 0 ? INT32_MAX : -cut.ties, cut.mass};
+      const RowFilter filter = cut.filter();
       const Slot verdict = judge_cut(r, s.slot, law, filter);
       if (lane == 0) to->sum = 1;
       write_verdict(verdict, -1, RowStats{1, law.top, -1, 0, 0}, law, filter, s.slot, to);
