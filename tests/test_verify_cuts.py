@@ -85,6 +85,26 @@ def assert_replays_same(draw, shape, graph_replay):
         assert_same(out, verify_chain(**arguments))
 
 
+def assert_streams_same(draw):
+    """Calls in four streams at once, with the inputs of draw(shape), a workspace each."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    calls = []
+    for n in range(len(streams)):
+        shape = (1, 15, 40_000) if n % 2 == 0 else (3, 4, 60_000)
+        arguments = draw(shape)
+        workspace = verify_chain_workspace(*shape, device="cuda")
+        calls.append((to(arguments, "cuda"), workspace, verify_chain(**arguments)))
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(60):
+        for stream, (arguments, workspace, expected) in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((verify_chain(**arguments, workspace=workspace), expected))
+    torch.cuda.synchronize()
+    for result, expected in results:
+        assert_same(result, expected)
+
+
 def arguments_of(kind, batch, drafts, vocab, form, generator, pool=5):
     choose = lambda *values: torch.tensor(values)[  # noqa: E731
         torch.randint(len(values), (batch,), generator=generator)

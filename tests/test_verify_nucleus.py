@@ -10,6 +10,7 @@ from test_verify_cuts import (
     arguments_of,
     assert_replays_same,
     assert_same_in,
+    assert_streams_same,
     rows,
 )
 
@@ -104,19 +105,4 @@ def test_of_a_ragged_batch(batch, drafts, vocab):
 def test_calls_that_share_the_processors():
     """Clusters of a request that start at different times."""
     generator = torch.Generator().manual_seed(20261209)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    calls = []
-    for n in range(len(streams)):
-        shape = (1, 15, 40_000) if n % 2 == 0 else (3, 4, 60_000)
-        arguments = nucleus_of("normal", shape, "none", generator)
-        workspace = verify_chain_workspace(*shape, device="cuda")
-        calls.append((to(arguments, "cuda"), workspace, verify_chain(**arguments)))
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(60):
-        for stream, (arguments, workspace, expected) in zip(streams, calls, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((verify_chain(**arguments, workspace=workspace), expected))
-    torch.cuda.synchronize()
-    for result, expected in results:
-        assert_same(result, expected)
+    assert_streams_same(lambda shape: nucleus_of("normal", shape, "none", generator))

@@ -10,6 +10,7 @@ from test_verify_cuts import (
     arguments_of,
     assert_replays_same,
     assert_same_in,
+    assert_streams_same,
 )
 
 from domino_kernels import verify_chain
@@ -67,19 +68,4 @@ def test_in_a_graph(graph_replay):
 def test_calls_that_share_the_processors():
     """Requests whose blocks do not all run at once: those that come first do not wait for ever."""
     generator = torch.Generator().manual_seed(20261213)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    calls = []
-    for n in range(len(streams)):
-        shape = (1, 15, 40_000) if n % 2 == 0 else (3, 4, 60_000)
-        arguments = plain_of("normal", shape, "none", generator)
-        workspace = verify_chain_workspace(*shape, device="cuda")
-        calls.append((to(arguments, "cuda"), workspace, verify_chain(**arguments)))
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(60):
-        for stream, (arguments, workspace, expected) in zip(streams, calls, strict=True):
-            with torch.cuda.stream(stream):
-                results.append((verify_chain(**arguments, workspace=workspace), expected))
-    torch.cuda.synchronize()
-    for result, expected in results:
-        assert_same(result, expected)
+    assert_streams_same(lambda shape: plain_of("normal", shape, "none", generator))
