@@ -55,7 +55,14 @@ RULES = [
 ]
 
 # [batch, drafts, vocabulary] and tokens of a pool: a few rows, that one launch may take.
-FEW = [((1, 15, 40_000), 200), ((16, 0, 32_768), 0), ((4, 3, 33_000), 5), ((1, 2, 151_936), 64)]
+FEW = [
+    ((1, 15, 40_000), 200),
+    ((16, 0, 32_768), 0),
+    ((4, 3, 33_000), 5),
+    ((1, 2, 151_936), 64),
+    ((7, 2, 33_000), 5),
+    ((5, 6, 32_776), 64),
+]
 
 
 def assert_same_in(workspace, arguments):

@@ -38,12 +38,13 @@ def nucleus_of(kind, shape, form, generator, pool=5):
     return arguments | dict(top_k=None, min_p=None, logprobs=False)
 
 
-@pytest.mark.parametrize("rule, form", RULES)
+@pytest.mark.parametrize("rule, form", [*RULES, ("token", "dense")])
 @pytest.mark.parametrize("kind", [*KINDS, "close together"])
 @pytest.mark.parametrize("shapes", [FEW, MORE], ids=["few", "more"])
 def test_top_p_alone(shapes, kind, rule, form):
     generator = torch.Generator().manual_seed(20261206)
-    workspace = verify_chain_workspace(16, 31, 151_936, device="cuda")
+    dense = form == "dense"
+    workspace = verify_chain_workspace(16, 31, 151_936, dense=dense, device="cuda")
     for shape, pool in shapes:
         if shape[1] == 0 and form != "none":
             continue
@@ -58,6 +59,22 @@ def test_top_p_alone(shapes, kind, rule, form):
                 assert_same_in(workspace, arguments)
             except AssertionError as error:
                 raise AssertionError(f"{shape}, {order}") from error
+
+
+def test_of_a_pool_in_one_part_of_the_row():
+    """More of its tokens than a block of those that race together keeps, and some twice."""
+    generator = torch.Generator().manual_seed(20261214)
+    arguments = nucleus_of("normal", (1, 3, 32_768), "pool", generator, 64)
+    ids = torch.randint(600, (1, 3, 400), generator=generator, dtype=torch.int32)
+    for count in (400, 200):
+        ids[..., 0] = arguments["draft_tokens"]
+        draft = torch.randn(1, 3, count, generator=generator).bfloat16() + 3
+        draft[..., 0] = 9.0
+        arguments |= dict(draft_ids=ids[..., :count].contiguous(), draft_logits=draft)
+        arguments |= dict(temperature=torch.tensor([0.7]), top_p=torch.tensor([0.95]))
+        for seed in range(10):
+            arguments["seed"] = torch.full((1,), seed)
+            assert_same(verify_chain(**to(arguments, "cuda")), verify_chain(**arguments))
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 32_768), (9, 8, 2048)])

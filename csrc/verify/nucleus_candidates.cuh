@@ -1,12 +1,18 @@
 // Which tokens can win the race of a row, whatever the cut of its nucleus, and what its blocks tell
-// each other about them. The steps of verify_nucleus_draws.cuh.
+// each other about them. The steps of verify_nucleus_draws.cuh and verify_plain_draws.cuh.
 #pragma once
 
 #include "verify/nucleus_row.cuh"
 
 namespace domino {
 
+constexpr int kMostReaders = RowBlocks<6>::kReaders;
 constexpr int kMostCandidates = kJudge * kWarpSize;  // one to a thread of any block
+
+// The time that some token surely takes less than, over the mass of the greatest tokens of a
+// block's groups, or over the least that the row's greatest token weighs: no more than the row.
+constexpr float kNucleusTime = 12.0f;
+constexpr float kLeastTop = 0.35f;
 
 enum class NucleusWay : uint32_t { kSettled, kRace, kByValue };
 
@@ -32,18 +38,22 @@ struct WarpMass {
   float logit;
 };
 
-struct NucleusDrawsShared : NucleusCounts {
-  uint32_t candidates;                  // tokens that may win the race
+// Of a block.
+struct Candidates {
   alignas(8) WarpMass mass[kCutWarps];  // of their groups' greatest tokens, about
+  uint32_t candidates;                  // tokens that may win the race
   float logit[kMostCandidates];
   uint32_t word[kMostCandidates];
   int32_t token[kMostCandidates];
-  NucleusVerdict verdict;
+};
+
+struct NucleusDrawsShared : NucleusCounts, Candidates {
+  alignas(16) NucleusVerdict verdict;
   uint64_t go;  // NucleusWay, where the verdict's is kRace
   PoolAhead pool;
   // of the leader
   alignas(16) uint64_t row_mass[kOctaves];
-  alignas(16) WarpTime times[kRankedReaders + 1];
+  alignas(16) WarpTime times[kMostReaders + 1];
   NucleusVerdict out;
 };
 
@@ -98,11 +108,45 @@ class AboutWeight {
   float scale_, unit_;
 };
 
+// The time that some token surely takes less than, by what the first `warps` warps of this block
+// have left. By a warp.
+__device__ __forceinline__ float sure_time(const Candidates& s, int warps,
+                                           const AboutWeight& about) {
+  const int lane = threadIdx.x % kWarpSize;
+  float mass = 0.0f;
+  if (lane < warps && s.mass[lane].sum > 0.0f)
+    mass = s.mass[lane].sum * about.of(s.mass[lane].logit);
+  return kNucleusTime / fmaxf(warp_sum(mass), kLeastTop);
+}
+
+// The winner of a race, from the times of all warps; -1: nobody is sure to be it. By a warp.
+template <class Row>
+__device__ __forceinline__ int32_t sure_winner(const WarpTime* times) {
+  const int lane = threadIdx.x % kWarpSize;
+  uint32_t bound = ~0u, ties = 0;
+  unsigned long long mine = kNoWinner;
+#pragma unroll
+  for (int n = lane; n < Row::kReaders; n += kWarpSize) {
+    const WarpTime time = times[n];
+    bound = min(bound, time.bound);
+    if (time.key < mine) {
+      mine = time.key;
+      ties = time.tied;
+    }
+  }
+  const unsigned long long least = least_of_warp(mine);
+  bound = __reduce_min_sync(kFullMask, bound);
+  const bool tied = __any_sync(kFullMask, mine == least && ties != 0);
+  return least == kNoWinner || tied || least >> 32 > bound
+             ? -1
+             : static_cast<int32_t>(least & 0xffffffffu);
+}
+
 // Lists those of this lane's eight tokens that may be soon enough. limit: of a word, of a token of
 // weight 1. By a whole warp.
-__device__ __forceinline__ void list_candidates(NucleusDrawsShared& s, const Group<bf16>& group,
-                                                int token, const AboutWeight& weight,
-                                                const RaceNoise& noise, float limit) {
+__device__ __forceinline__ void list_candidates(Candidates& s, const Group<bf16>& group, int token,
+                                                const AboutWeight& weight, const RaceNoise& noise,
+                                                float limit) {
   // half a word is the least that there is
   const float reach = weight.of(greater_half(group.most())) * limit;
   if (!__any_sync(kFullMask, reach >= 0.5f)) return;

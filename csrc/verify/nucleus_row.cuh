@@ -3,6 +3,7 @@
 #pragma once
 
 #include "verify/bin_rows.cuh"
+#include "verify/cluster_sums.cuh"
 #include "verify/draft_row.cuh"
 #include "verify/ranked_tokens.cuh"
 #include "verify/row_counter.cuh"
@@ -10,10 +11,10 @@
 namespace domino {
 
 constexpr int kSlotParts = 3;  // of 16 bytes, of a SlotAhead
-struct alignas(16) SentSlot : SlotAhead {};
+struct alignas(16) SentSlot : SlotAhead {
+  float draft_inverse;  // one over draft_sum
+};
 static_assert(sizeof(SentSlot) == 16 * kSlotParts);
-constexpr int kOwnRows = ceil_div(kOctaves, kRankedBlocks);  // of a block, a warp each
-static_assert(kOwnRows <= kJudge);
 // What a block has counted.
 struct NucleusCounts {
   alignas(16) uint32_t count[kValueBins];
@@ -22,28 +23,43 @@ struct NucleusCounts {
   uint16_t near_token[kNearTokens];  // bf16
 };
 
+template <class Row>
 struct NucleusShared : NucleusCounts {
   alignas(16) uint64_t row_mass[kOctaves];
   SentSlot slot;
+  PartSums<Row> draft_sums;  // of the row of q
   // of the leader
   SentSlot out;
   PoolAhead pool;
 };
 
+// The rows of bins that a warp sums up over all blocks.
+template <class Row>
+struct OwnRows {
+  static constexpr int kCount = ceil_div(kOctaves, Row::kBlocks* kJudge);
+
+  // Number n of this warp's; none where that is not below kOctaves.
+  static __device__ __forceinline__ int at(int n, int rank) {
+    const int warp = threadIdx.x / kWarpSize;
+    return warp < kJudge ? (n * kJudge + warp) * Row::kBlocks + rank : kOctaves;
+  }
+};
+
 // The cluster's counts of a lane's bins of a row. -0 is +0.
+template <class Row>
 __device__ __forceinline__ uint4 cluster_bins(const RowCluster& cluster, NucleusCounts& s,
                                               int row) {
   const int lane = threadIdx.x % kWarpSize;
   uint4* own = reinterpret_cast<uint4*>(s.count) + row * kWarpSize + lane;
-  uint4 theirs[kRankedBlocks], sum{0, 0, 0, 0};
+  uint4 theirs[Row::kBlocks], sum{0, 0, 0, 0};
 #pragma unroll
-  for (int block = 0; block < kRankedBlocks; ++block) theirs[block] = *cluster.map(own, block);
+  for (int block = 0; block < Row::kBlocks; ++block) theirs[block] = *cluster.map(own, block);
 #pragma unroll
-  for (int block = 0; block < kRankedBlocks; ++block)
+  for (int block = 0; block < Row::kBlocks; ++block)
     sum = {sum.x + theirs[block].x, sum.y + theirs[block].y, sum.z + theirs[block].z,
            sum.w + theirs[block].w};
   if (row == kZeroBin / kRowBins) {
-    const uint32_t minus = lane < kRankedBlocks ? *cluster.map(s.count + kZeroBin + 1, lane) : 0;
+    const uint32_t minus = lane < Row::kBlocks ? *cluster.map(s.count + kZeroBin + 1, lane) : 0;
     sum = join_zeros(row, sum, __reduce_add_sync(kFullMask, minus));
   }
   return join_zeros(row, sum, 0);

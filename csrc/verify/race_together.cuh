@@ -30,9 +30,9 @@ template <bool kDense>
 static __device__ __noinline__ void end_apart(const VerifyChainParams& p, RowCluster cluster,
                                               int64_t b, int i, bool own, ListedBlock& block) {
   const int lane = threadIdx.x % kWarpSize;
-  const bool judges = cluster.rank == kLeader && threadIdx.x / kWarpSize == kJudge;
+  const bool judges = cluster.rank == cluster.size - 1 && threadIdx.x / kWarpSize == kJudge;
   const ChainRequest r(p, b);
-  const auto team = RaceTeam::of(r, i, cluster.rank);
+  const auto team = RaceTeam::of(r, i, cluster);
   int row = i;
   const bool last_row = row == team.rows - 1;
   const bool waits = own;  // for the other blocks
@@ -44,8 +44,8 @@ static __device__ __noinline__ void end_apart(const VerifyChainParams& p, RowClu
       const SettledRow settled = settle_by_value<false, kDense>(p, cluster, b, row, block);
       if (judges)
         store_verdict(team.verdicts + row * kVerdictWords,
-                      row_word(settled.stops, settled.token, settled.status), 0, 0, 0.0f);
-      if (own && threadIdx.x == 0) store_word(team.keys + team.part, kNotRaced);
+                      row_word(settled.stops, settled.token, settled.status), 0.0f, 0.0f, 0.0f);
+      if (own && threadIdx.x == 0) team.leave_key(kNotRaced);
       own = false;
       if (!last_row) return;
       cluster.sync();
@@ -78,7 +78,7 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int64_t b = r.b;
   const int vocab = static_cast<int>(p.vocab);
-  const bool judge = cluster.rank == kLeader && warp == kJudge;
+  const bool judge = cluster.rank == cluster.size - 1 && warp == kJudge;
   const bool last_row = i == team.rows - 1;
   cluster.arrive();
   // worked out here, while others are waited for, and not where they are used
@@ -92,28 +92,29 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
   if (warp == kJudge) {
     if (lane < r.rows - 1) x = r.draft_token(lane);
     stop = heard.wait<false>(team, collects ? kMostPolls : kPatience);
-    EndOfWalk end{stop, 0, 0, -1, 0.0f, 0, 0};
+    EndOfWalk end{stop, 0, 0, -1, 0.0f, 0.0f, 0.0f};
     if (stop >= 0) {
       const unsigned long long word = heard.word(stop, 0);
       end = {stop,
              static_cast<uint32_t>(word),
              static_cast<uint32_t>(word >> 32),
              static_cast<int32_t>(__shfl_sync(kFullMask, x, stop)),
-             __uint_as_float(static_cast<uint32_t>(heard.word(stop, 3))),
-             heard.word(stop, 1) & ~kThere,
-             heard.word(stop, 2) & ~kThere};
+             __uint_as_float(static_cast<uint32_t>(heard.word(stop, 1))),
+             __uint_as_float(static_cast<uint32_t>(heard.word(stop, 2))),
+             __uint_as_float(static_cast<uint32_t>(heard.word(stop, 3)))};
     }
     if (lane == 0) s.end = end;
     asm volatile("barrier.cta.arrive 1, %0;" ::"n"(kCutThreads) : "memory");
+    if (end.takes_pool(r))
+      s.pooled.list(r, end.row, end.draft_law(draft_scale), first * 4, (last - first) * 4);
   } else {
     sync_some<1>(kCutThreads);
     const EndOfWalk end = s.end;
     unsigned long long key = kNoWinner;
-    if (end.row >= 0 && (end.how & kWordRaces) != 0) {
+    if (end.races()) {
       const auto* tokens = reinterpret_cast<const uint2*>(r.target_row(end.row).data);
       const uint2* draft = nullptr;  // row of q
-      if (kDense && (end.how & kWordReplaces) != 0 && (end.how & kWordOneHot) == 0)
-        draft = reinterpret_cast<const uint2*>(r.draft_row(end.row).data);
+      if (kDense && end.by_law()) draft = reinterpret_cast<const uint2*>(r.draft_row(end.row).data);
       uint2 ahead[kQuadsAhead], of_draft[kQuadsAhead];
       int from = first + warp * kWarpSize;
       const auto load = [&] {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
       };
       load();  // ahead of what is to be known about the row
       const Purpose purpose = (end.how & kWordReplaces) != 0 ? kResidualDraw : kBonusDraw;
-      TeamRace contest(r, end.row, end, scale, draft_scale, RaceNoise{noise, purpose, end.row});
+      TeamRace contest(end, scale, draft_scale, RaceNoise{noise, purpose, end.row}, &s.pooled);
 #pragma unroll 1
       for (;;) {
 #pragma unroll 1
@@ -149,10 +150,8 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
     sync_some<2>(kRacers);
     if (warp == 0) {
       key = least_of_warp(lane < kJudge ? s.keys[lane] : kNoWinner);
-      if (lane == 0)
-        store_word(team.keys + team.part, end.row < 0        ? kNotRaced
-                                          : key == kNoWinner ? kNoKey
-                                                             : ~key);
+      const bool raced = end.row >= 0 && !(end.takes_pool(r) && s.pooled.crowded());
+      if (lane == 0) team.leave_key(!raced ? kNotRaced : key == kNoWinner ? kNoKey : ~key);
     }
   }
   if (!last_row) return cluster.wait();
@@ -168,7 +167,7 @@ __device__ __forceinline__ void race_together(const VerifyChainParams& p, const 
     const bool races = (how & kWordRaces) != 0;
     const bool open = (how & kWordOpen) != 0 ||
                       (races && (best == kNotRaced || best == kNoKey || (~best & 1) != 0));
-    if (lane < kRankedBlocks)
+    if (lane < cluster.size)
       send_shared(shared_address_of(&s.go, lane), open ? 1 : 0,
                   shared_address_of(&s.go_here, lane));
     if (!open)

@@ -14,16 +14,16 @@
 #pragma once
 
 #include "verify/draft_row.cuh"
-#include "verify/ranked_tokens.cuh"
+#include "verify/row_blocks.cuh"
 
 namespace domino {
 
-constexpr int kMostTeamRows = kWarpSize / 2;
 constexpr int kPatience = 128;  // polls: more than 50 us
 
 // Row words of four: as row_word(), but where the stop's token is to be raced for the upper half of
-// the first is the row's greatest logit and the cut's, and its lower half says how. Then the
-// mass that is kept, and of a pool sum and greatest logit.
+// the first is the row's greatest logit and the cut's, and its lower half says how. Then one over
+// the mass that is kept, one over that of q, and the greatest logit of q: divisions that the warp
+// that judges has behind it.
 constexpr uint32_t kWordRaces = 0x400, kWordOpen = 0x800;         // open: to be settled by value
 constexpr uint32_t kWordReplaces = 0x1000, kWordOneHot = 0x2000;  // a residual; of a one-hot draft
 constexpr uint32_t kWordTies = 0x4000;  // of the tokens that tie with the cut some are not kept
@@ -36,19 +36,25 @@ struct RaceTeam {
   int rows, part, parts;
   int share;                     // of a part, in quads of tokens
   unsigned long long* verdicts;  // [rows, kVerdictWords]
-  unsigned long long* keys;      // [parts]
+  unsigned long long* keys;      // [parts], and one more if that is odd: they are read in pairs
 
-  static __device__ __forceinline__ RaceTeam of(const ChainRequest& r, int i, int rank) {
+  static __device__ __forceinline__ RaceTeam of(const ChainRequest& r, int i,
+                                                const RowCluster& cluster) {
     RaceTeam team;
     team.rows = r.rows;
-    team.part = i * kRankedBlocks + rank;
-    team.parts = team.rows * kRankedBlocks;
+    team.part = i * cluster.size + cluster.rank;
+    team.parts = team.rows * cluster.size;
     team.share = ceil_div(static_cast<int>(r.p.vocab) / 4, team.parts);
     const int64_t row = r.b * (r.p.drafts + 1);
     unsigned long long* words = static_cast<unsigned long long*>(r.p.workspace);
     team.verdicts = words + row * kVerdictWords;
-    team.keys = words + kMostTeamRows * kVerdictWords + row * kRankedBlocks;
+    team.keys = words + r.p.batch * (r.p.drafts + 1) * kVerdictWords +
+                r.b * round_up<int64_t>((r.p.drafts + 1) * cluster.size, 2);
     return team;
+  }
+  __device__ __forceinline__ void leave_key(unsigned long long word) const {
+    store_word(keys + part, word);
+    if (parts % 2 != 0 && part == parts - 1) store_word(keys + parts, kNoKey);
   }
   // Quads of this block's part.
   __device__ __forceinline__ int count(int vocab) const {
@@ -56,15 +62,18 @@ struct RaceTeam {
   }
 };
 
+__device__ __forceinline__ float one_over(uint64_t mass) {
+  return div_rn(kFixedOne, static_cast<float>(mass));
+}
+
 // By a warp.
 __device__ __forceinline__ void store_verdict(unsigned long long* words, unsigned long long first,
-                                              uint64_t mass, uint64_t draft_sum, float draft_top) {
+                                              float inverse_mass, float draft_inverse,
+                                              float draft_top) {
   const int lane = threadIdx.x % kWarpSize;
-  const unsigned long long word = lane == 0   ? first
-                                  : lane == 1 ? mass
-                                  : lane == 2 ? draft_sum
-                                              : __float_as_uint(draft_top);
-  if (lane < kVerdictWords) store_word(words + lane, lane == 0 ? word : word | kThere);
+  const float value = lane == 1 ? inverse_mass : lane == 2 ? draft_inverse : draft_top;
+  if (lane < kVerdictWords)
+    store_word(words + lane, lane == 0 ? first : kThere | __float_as_uint(value));
 }
 
 // The words of a team's rows: of lane n half n % 2 of those of row n / 2.
@@ -100,31 +109,123 @@ struct EndOfWalk {
   uint32_t how;  // lower half of its first word
   uint32_t logits;
   int32_t draft;  // its token
-  float draft_top;
-  uint64_t mass, draft_sum;
+  float inverse_mass, draft_inverse, draft_top;
+
+  __device__ __forceinline__ bool races() const { return row >= 0 && (how & kWordRaces) != 0; }
+  // Is q subtracted?
+  __device__ __forceinline__ bool by_law() const {
+    return (how & kWordReplaces) != 0 && (how & kWordOneHot) == 0;
+  }
+  // That of a pool?
+  __device__ __forceinline__ bool takes_pool(const ChainRequest& r) const {
+    return races() && by_law() && r.q == DraftLaw::kPool;
+  }
+  __device__ __forceinline__ RowLaw draft_law(float scale) const {
+    RowLaw law(draft_top, 1, scale);
+    law.inverse_sum = draft_inverse;
+    return law;
+  }
+};
+
+constexpr int kMostPooled = 256;
+
+// The tokens of a block's part of the row that are in the slot's pool, in the order of the pool,
+// and what q is of them.
+struct PooledTokens {
+  uint64_t here;  // a barrier: they are listed
+  int count;
+  int32_t token[kMostPooled];
+  float q[kMostPooled];
+
+  // Are there more than can be listed?
+  __device__ __forceinline__ bool crowded() {
+    wait_for(&here);
+    return count > kMostPooled;
+  }
+
+  // Lists those among `tokens` tokens from `from` on. By a warp.
+  __device__ __forceinline__ void list(const ChainRequest& r, int row, const RowLaw& draft,
+                                       int from, int tokens) {
+    constexpr int kHeld = PoolAhead::kCount / kWarpSize;  // of a lane on their way at once
+    const int lane = threadIdx.x % kWarpSize, pool = static_cast<int>(r.p.pool);
+    const int32_t* ids = r.draft_ids(row);
+    const LogitRow logits = r.draft_row(row);
+    int listed = 0;
+#pragma unroll 1
+    for (int base = lane; base - lane < pool; base += kHeld * kWarpSize) {
+      int32_t id[kHeld];
+      float logit[kHeld];
+#pragma unroll
+      for (int n = 0; n < kHeld; ++n) {
+        const int m = base + n * kWarpSize;
+        id[n] = m < pool ? ids[m] : -1;
+        logit[n] = m < pool ? logits.at(m) : 0.0f;
+      }
+#pragma unroll 1
+      for (int m = base - lane; m < min(pool, base - lane + kHeld * kWarpSize); m += kWarpSize) {
+        const bool is_here = static_cast<uint32_t>(id[0] - from) < static_cast<uint32_t>(tokens);
+        const unsigned hits = __ballot_sync(kFullMask, is_here);
+        const int at = listed + __popc(hits & ((1u << lane) - 1));
+        if (is_here && at < kMostPooled) {
+          token[at] = id[0];
+          q[at] = draft.probability(logit[0]);
+        }
+        listed += __popc(hits);
+#pragma unroll
+        for (int n = 1; n < kHeld; ++n) {
+          id[n - 1] = id[n];
+          logit[n - 1] = logit[n];
+        }
+      }
+    }
+    if (lane == 0) count = listed;
+    __syncwarp();
+    if (lane == 0) expect_bytes(shared_address(&here), 0);
+  }
+
+  // Which of this lane's four are in the pool, and what q is of them where they come first. By a
+  // whole warp, whose tokens follow one another.
+  __device__ __forceinline__ void find(int own, uint32_t& pooled, float (&minus)[4]) {
+    wait_for(&here);
+    const int lane = threadIdx.x % kWarpSize, from = own - 4 * lane;
+    const int all = min(count, kMostPooled);
+#pragma unroll 1
+    for (int n = lane; n - lane < all; n += kWarpSize) {
+      const int32_t id = n < all ? token[n] : -1;
+      const bool is_here = static_cast<uint32_t>(id - from) < 4 * kWarpSize;
+      unsigned hits = __ballot_sync(kFullMask, is_here);
+      if (hits == 0) continue;
+      const float q_of_id = is_here ? q[n] : 0.0f;
+#pragma unroll 1
+      for (; hits != 0; hits &= hits - 1) {
+        const int hit = __ffs(hits) - 1, at = __shfl_sync(kFullMask, id, hit) - from;
+        const float less = __shfl_sync(kFullMask, q_of_id, hit);
+        if (at / 4 == lane && (pooled >> at % 4 & 1u) == 0) {
+          pooled |= 1u << at % 4;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) minus[j] = at % 4 == j ? less : minus[j];
+        }
+        __syncwarp();
+      }
+    }
+  }
 };
 
 // The race among four tokens a lane, of a row whose cut is known.
 class TeamRace {
  public:
-  // scale, draft_scale: of its laws; noise: of its race
-  __device__ __forceinline__ TeamRace(const ChainRequest& r, int row, const EndOfWalk& end,
-                                      float scale, float draft_scale, const RaceNoise& noise)
-      : r_(r),
-        row_(row),
-        law_(high_half(end.logits, bf16{}), 1, scale),
+  // scale, draft_scale: of its laws; noise: of its race; pooled: where q is that of a pool
+  __device__ __forceinline__ TeamRace(const EndOfWalk& end, float scale, float draft_scale,
+                                      const RaceNoise& noise, PooledTokens* pooled)
+      : law_(high_half(end.logits, bf16{}), 1, scale),
         cut_(low_half(end.logits, bf16{})),
         ties_((end.how & kWordTies) != 0),
-        by_law_((end.how & kWordReplaces) != 0 && (end.how & kWordOneHot) == 0),
-        inverse_mass_(by_law_ ? div_rn(kFixedOne, static_cast<float>(end.mass)) : 1.0f),
-        draft_(by_law_ ? RowLaw(end.draft_top, end.draft_sum, draft_scale) : law_),
-        noise_(noise) {
+        by_law_(end.by_law()),
+        inverse_mass_(end.inverse_mass),
+        draft_(end.draft_law(draft_scale)),
+        noise_(noise),
+        pooled_(pooled) {
     without_ = (end.how & kWordReplaces) != 0 && !by_law_ ? end.draft : -1;
-    if (by_law_ && r.q == DraftLaw::kPool) {
-#pragma unroll
-      for (int n = 0; n < kHeld; ++n)
-        if (n * kWarpSize < r.p.pool) hold(threadIdx.x % kWarpSize + n * kWarpSize, n);
-    }
   }
 
   // Of the tokens from `token` on, this lane's four. By a whole warp, whose tokens follow one
@@ -152,7 +253,7 @@ class TeamRace {
         for (int j = 0; j < 4; ++j) minus[j] = draft_.probability(of_q[j]);
       }
     } else {
-      if (by_law_) find_pooled(token, pooled, minus);
+      if (by_law_) pooled_->find(token, pooled, minus);
     }
     // E lies between v and v / (1 - v)
     float early[4];
@@ -200,46 +301,6 @@ class TeamRace {
   __device__ __forceinline__ unsigned long long least() const { return least_of_warp(key_); }
 
  private:
-  static constexpr int kHeld = PoolAhead::kCount / kWarpSize;
-
-  __device__ __forceinline__ void hold(int m, int n) {
-    const bool has = m < r_.p.pool;
-    ids_[n] = has ? r_.draft_ids(row_)[m] : -1;
-    logits_[n] = has ? r_.draft_row(row_).at(m) : 0.0f;
-  }
-  // Which of this lane's four are in the pool, and what q is of them where they come first.
-  __device__ __forceinline__ void find_pooled(int token, uint32_t& pooled, float (&minus)[4]) {
-    const int lane = threadIdx.x % kWarpSize, from = token - 4 * lane;
-    const int count = static_cast<int>(r_.p.pool);
-#pragma unroll 1
-    for (int base = 0; base < count; base += kWarpSize) {
-      if (base >= kHeld * kWarpSize) hold(base + lane, 0);
-      int32_t id = ids_[0];
-      float logit = logits_[0];
-#pragma unroll
-      for (int n = 1; n < kHeld; ++n) {
-        if (base != n * kWarpSize) continue;
-        id = ids_[n];
-        logit = logits_[n];
-      }
-      const bool here = static_cast<uint32_t>(id - from) < 4 * kWarpSize;
-#pragma unroll 1
-      for (unsigned hits = __ballot_sync(kFullMask, here); hits != 0; hits &= hits - 1) {
-        const int hit = __ffs(hits) - 1, at = __shfl_sync(kFullMask, id, hit) - from;
-        const float q = draft_.probability(__shfl_sync(kFullMask, logit, hit));
-        if (at / 4 == lane && (pooled >> at % 4 & 1u) == 0) {
-          pooled |= 1u << at % 4;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) minus[j] = at % 4 == j ? q : minus[j];
-        }
-        __syncwarp();
-      }
-    }
-    if (count > kHeld * kWarpSize) hold(lane, 0);
-  }
-
-  const ChainRequest& r_;
-  int row_;
   RowLaw law_;
   float cut_;
   bool ties_, by_law_;
@@ -247,8 +308,7 @@ class TeamRace {
   RowLaw draft_;
   RaceNoise noise_;
   int32_t without_;
-  int32_t ids_[kHeld] = {};  // of the pool, a lane one of 32
-  float logits_[kHeld] = {};
+  PooledTokens* pooled_;
   uint32_t bound_ = 0x7f800000u;  // +inf
   unsigned long long key_ = kNoWinner;
 };
@@ -257,11 +317,13 @@ class TeamRace {
 struct TeamShared {
   uint64_t go_here, go;  // a barrier, and what it is for
   EndOfWalk end;
+  PooledTokens pooled;
   unsigned long long keys[kJudge];  // of its warps
 
   // By one thread, before the first barrier of the cluster.
   __device__ __forceinline__ void open() {
     make_barrier(shared_address(&go_here));
+    make_barrier(shared_address(&pooled.here));
     expect_bytes(shared_address(&go_here), sizeof(go));
   }
 };

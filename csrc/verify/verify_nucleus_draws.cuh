@@ -18,32 +18,29 @@
 
 namespace domino {
 
-// The time that some token surely takes less than, over the mass of the greatest tokens of a
-// block's groups: no more than that of the row.
-constexpr float kNucleusTime = 12.0f;
-
 // Grid: (blocks of a cluster, drafts + 1, batch). Rows are aligned, and their vocabulary is a
 // multiple of 8.
+template <int kBlocks>
 __global__ void __launch_bounds__(kCutThreads, 1)
     verify_nucleus_draws_kernel(const __grid_constant__ VerifyChainParams p) {
   extern __shared__ uint4 dynamic_shared[];  // NucleusDrawsShared, or ListedBlock
+  using Row = RowBlocks<kBlocks>;
+  using Own = OwnRows<Row>;
   __shared__ uint64_t rows_here, verdict_here, times_here, go_here;
   NucleusDrawsShared& s = *reinterpret_cast<NucleusDrawsShared*>(dynamic_shared);
   const RowCluster cluster;
   const int i = blockIdx.y, rank = cluster.rank;
   const int64_t b = blockIdx.z;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const bool leads = rank == kLeader, judges = leads && warp == kJudge;
+  const bool leads = rank == kBlocks - 1, judges = leads && warp == kJudge;
   const int readers = leads ? kJudge * kWarpSize : kCutThreads;  // of this block
-  const int first = (warp * kRankedBlocks + rank) * kGroupStep + lane * kGroup;
-  constexpr int kStep = kRankedReaders * kGroupStep;
-  const int vocab = static_cast<int>(p.vocab);
+  const int first = Row::first(rank), vocab = static_cast<int>(p.vocab);
   int end = judges ? 0 : vocab;  // of what this thread reads
   const bf16* const row = row_of_few(p, b, i, end);
-  Group<bf16> groups[kRankedSteps];
+  Group<bf16> groups[Row::kSteps];
 #pragma unroll
-  for (int n = 0; n < kRankedSteps; ++n)
-    load_here(groups[n], first + n * kStep < end, row + first + n * kStep);
+  for (int n = 0; n < Row::kSteps; ++n)
+    load_here(groups[n], first + n * Row::kStride < end, row + first + n * Row::kStride);
   // all other trips to memory at once
   const float draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : 0.0f;
   const FilterParams filters = read_filters(p, b);
@@ -59,7 +56,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     make_barrier(shared_address(&go_here));
     expect_bytes(shared_address(&rows_here), sizeof(s.row_mass));
     expect_bytes(shared_address(&verdict_here), sizeof(NucleusVerdict));
-    expect_bytes(shared_address(&times_here), kRankedReaders * sizeof(WarpTime));
+    expect_bytes(shared_address(&times_here), Row::kReaders * sizeof(WarpTime));
     expect_bytes(shared_address(&go_here), 8);
     s.top = s.near = s.candidates = 0;
   }
@@ -81,9 +78,9 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     slot = slot_ahead(r, i, RowSource<bf16>(r.target_row(i), RowEdits{}, vocab), &s.pool);
   } else {
     uint32_t nearest = 0;
-    float tops[kRankedSteps], most = -INFINITY;
+    float tops[Row::kSteps], most = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < kRankedSteps; ++n) {
+    for (int n = 0; n < Row::kSteps; ++n) {
       count_values(s.count, groups[n], nearest);
       tops[n] = greater_half(groups[n].most());
       most = max_nan(most, tops[n]);
@@ -91,12 +88,12 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     const uint32_t key = __reduce_max_sync(kFullMask, logit_key(most));
     if (has_near(nearest)) {
 #pragma unroll
-      for (int n = 0; n < kRankedSteps; ++n) note_near(s, groups[n].words);
+      for (int n = 0; n < Row::kSteps; ++n) note_near(s, groups[n].words);
     }
     const float scale = law_scale(r.temperature), warp_top = key_logit(key);
     float mass = 0.0f;
 #pragma unroll
-    for (int n = 0; n < kRankedSteps; ++n) mass += exp2_about((tops[n] - warp_top) * scale);
+    for (int n = 0; n < Row::kSteps; ++n) mass += exp2_about((tops[n] - warp_top) * scale);
     mass = warp_sum(mass);
     if (lane == 0) {
       atomicMax(&s.top, key);
@@ -107,10 +104,10 @@ __global__ void __launch_bounds__(kCutThreads, 1)
 
   // the sums of this block's rows of bins
   const uint64_t found = cluster.of_lane(reinterpret_cast<uint64_t*>(&s.top));
-  const int own_row = warp * kRankedBlocks + rank;
-  const bool sums = warp < kOwnRows && own_row < kOctaves;
-  uint4 counts{0, 0, 0, 0};
-  if (sums) counts = cluster_bins(cluster, s, own_row);
+  uint4 counts[Own::kCount];
+#pragma unroll
+  for (int n = 0; n < Own::kCount; ++n)
+    if (Own::at(n, rank) < kOctaves) counts[n] = cluster_bins<Row>(cluster, s, Own::at(n, rank));
   const float top = key_logit(__reduce_max_sync(kFullMask, static_cast<uint32_t>(found)));
   const uint32_t near = __reduce_max_sync(kFullMask, static_cast<uint32_t>(found >> 32));
   const RowLaw law(top, 1, law_scale(r.temperature));
@@ -122,17 +119,20 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   }
   if (law.shift == 0.0f || !tells_apart(law, -INFINITY, near))
     return end_by_value<true>(p, cluster, b, i, words, by_value);
-  if (sums) {
+#pragma unroll
+  for (int n = 0; n < Own::kCount; ++n) {
+    const int bins = Own::at(n, rank);
+    if (bins >= kOctaves) continue;
     uint64_t mass = 0;
-    if (__any_sync(kFullMask, (counts.x | counts.y | counts.z | counts.w) != 0)) {
+    if (__any_sync(kFullMask, (counts[n].x | counts[n].y | counts[n].z | counts[n].w) != 0)) {
       uint64_t in[4], more = 0;
-      if (own_row == kZeroBin / kRowBins && near != 0) more = near_mass(s, cluster, law);
-      weigh_bins(law, own_row, counts, more, in);
+      if (bins == kZeroBin / kRowBins && near != 0) more = near_mass(s, cluster, law);
+      weigh_bins(law, bins, counts[n], more, in);
       mass = warp_sum(in[0] + in[1] + in[2] + in[3]);
     }
     if (lane == 0)
-      send_shared(shared_address_of(s.row_mass + own_row, kLeader), mass,
-                  shared_address_of(&rows_here, kLeader));
+      send_shared(shared_address_of(s.row_mass + bins, kBlocks - 1), mass,
+                  shared_address_of(&rows_here, kBlocks - 1));
   }
 
   NucleusWay way;
@@ -140,15 +140,16 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   if (judges) {
     wait_for(&rows_here);
     const uint64_t more = near != 0 ? near_mass(s, cluster, law) : 0;
-    const ValueCut cut = find_row_and_cut(s.row_mass, law, filters.top_p, more,
-                                          [&](int row) { return cluster_bins(cluster, s, row); });
+    const ValueCut cut = find_row_and_cut(s.row_mass, law, filters.top_p, more, [&](int row) {
+      return cluster_bins<Row>(cluster, s, row);
+    });
     const RowFilter filter = cut.filter();
     const Slot verdict = judge_cut(r, slot, law, filter);
     const bool unclear = near != 0 && cut.logit == 0.0f;  // or is it among those near 0?
     way = unclear ? NucleusWay::kByValue : NucleusWay::kRace;
     if (lane == 0) s.out = {way, filter.cut_logit, filter.cut_id, 0};
     __syncwarp();
-    if (lane < kRankedBlocks * kVerdictParts) {
+    if (lane < kBlocks * kVerdictParts) {
       const int to = lane / kVerdictParts, part = lane % kVerdictParts;
       const ulonglong2 two = reinterpret_cast<const ulonglong2*>(&s.out)[part];
       send_shared(shared_address_of(reinterpret_cast<char*>(&s.verdict) + 16 * part, to), two.x,
@@ -158,26 +159,11 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     raced = way == NucleusWay::kRace;
     if (raced) {
       wait_for(&times_here);
-      WarpTime least{kNoWinner, ~0u, 0};
-      unsigned long long mine = kNoWinner;
-#pragma unroll
-      for (int n = lane; n < kRankedReaders; n += kWarpSize) {
-        const WarpTime time = s.times[n];
-        least.bound = min(least.bound, time.bound);
-        if (time.key < mine) {
-          mine = time.key;
-          least.tied = time.tied;
-        }
-      }
-      least.key = least_of_warp(mine);
-      least.bound = __reduce_min_sync(kFullMask, least.bound);
-      const bool tied = __any_sync(kFullMask, mine == least.key && least.tied != 0);
-      way = least.key == kNoWinner || tied || least.key >> 32 > least.bound ? NucleusWay::kByValue
-                                                                            : NucleusWay::kSettled;
-      const int32_t winner = static_cast<int32_t>(least.key & 0xffffffffu);
+      const int32_t winner = sure_winner<Row>(s.times);
+      way = winner < 0 ? NucleusWay::kByValue : NucleusWay::kSettled;
       const bool accepts = winner == slot.x;
       word = row_word(!accepts, accepts ? -1 : winner, verdict.status);
-      if (lane < kRankedBlocks)
+      if (lane < kBlocks)
         send_shared(shared_address_of(&s.go, lane), static_cast<uint64_t>(way),
                     shared_address_of(&go_here, lane));
     }
@@ -187,16 +173,13 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     }
   } else {
     const AboutWeight about(law);
-    float mass = 0.0f;  // of this block's
-    if (lane < readers / kWarpSize && s.mass[lane].sum > 0.0f)
-      mass = s.mass[lane].sum * about.of(s.mass[lane].logit);
-    mass = warp_sum(mass);
-    const float bound = kNucleusTime / mass;
+    const float bound = sure_time(s, readers / kWarpSize, about);
 #pragma unroll 1
-    for (int n = 0; n < kRankedSteps; ++n) {
-      list_candidates(s, groups[0], first + n * kStep, about, race, bound * (1.002f * 0x1p32f));
+    for (int n = 0; n < Row::kSteps; ++n) {
+      list_candidates(s, groups[0], first + n * Row::kStride, about, race,
+                      bound * (1.002f * 0x1p32f));
 #pragma unroll
-      for (int j = 1; j < kRankedSteps; ++j) groups[j - 1] = groups[j];
+      for (int j = 1; j < Row::kSteps; ++j) groups[j - 1] = groups[j];
     }
     sync_some<1>(readers);
     const bool crowded = s.candidates > kMostCandidates;
@@ -225,8 +208,8 @@ __global__ void __launch_bounds__(kCutThreads, 1)
       if (lane == 0) {
         const uint64_t aux = static_cast<uint64_t>(tied != 0 ? 1u : 0u) << 32 |
                              (crowded ? 0u : __float_as_uint(bound));
-        send_shared(shared_address_of(s.times + warp * kRankedBlocks + rank, kLeader), least, aux,
-                    shared_address_of(&times_here, kLeader));
+        send_shared(shared_address_of(s.times + warp * kBlocks + rank, kBlocks - 1), least, aux,
+                    shared_address_of(&times_here, kBlocks - 1));
       }
       wait_for(&go_here);
       way = static_cast<NucleusWay>(s.go);

@@ -1,8 +1,8 @@
 // verify_chain without filters over rows of bf16 logits, where a few rows are all that there is:
 // one launch. A cluster reads one row once.
 //
-//   sums     a warp adds up the weights of its tokens by segments (row_law.h), each half of them
-//            relative to its own greatest; one warp puts those of the cluster together
+//   sums     a warp adds up the weights of its tokens (cluster_sums.cuh); one warp puts those of
+//            the cluster together
 //   verdict  that warp judges the draft
 //   race     all blocks of the request, over the row in which the walk ends (race_together.cuh)
 //
@@ -11,63 +11,16 @@
 // last one again from L2; bound by latency.
 #pragma once
 
+#include "verify/cluster_sums.cuh"
 #include "verify/race_together.cuh"
 
 namespace domino {
 
-constexpr int kHalves = 2;  // of a warp's tokens
-static_assert(kRankedSteps <= kHalves * kLaneGroups && kCutWarps * kHalves == kWarpSize);
-
+template <class Row>
 struct PlainBlock {
-  alignas(16) ChunkStats sums[kCutWarps * kHalves];
-  alignas(16) ChunkStats draft_sums[kCutWarps * kHalves];  // of the row of q
+  PartSums<Row> sums, draft_sums;  // draft_sums: of the row of q
   PoolAhead pool;
 };
-
-// Of a warp's groups, as sum_chunk().
-__device__ __forceinline__ ChunkStats sum_groups(const Group<bf16> (&groups)[kLaneGroups],
-                                                 float scale) {
-  const uint32_t key = __reduce_max_sync(kFullMask, logit_key(lane_top(groups)));
-  ChunkStats out{key, {0, 0, 0}};
-  if (key < kInfinityKey && key > kEmptyKey)
-    chunk_digits(groups, key_logit(key), scale, out.digits);
-  return out;
-}
-
-// The row's statistics, but for its argmax, from the sums of all warps. By a warp.
-__device__ __forceinline__ RowStats join_sums(const RowCluster& cluster, ChunkStats* sums,
-                                              float scale) {
-  const int lane = threadIdx.x % kWarpSize;
-  uint4 held[kRankedBlocks];
-  uint32_t key = 0;
-#pragma unroll
-  for (int n = 0; n < kRankedBlocks; ++n)
-    held[n] = *cluster.map(reinterpret_cast<uint4*>(sums) + lane, n);
-#pragma unroll
-  for (int n = 0; n < kRankedBlocks; ++n) key = max(key, held[n].x);
-  key = __reduce_max_sync(kFullMask, key);
-  RowStats stats{0, key_logit(key), -1, 0, 0};
-  stats.faults = row_faults(stats.top);
-  if (stats.faults != 0) return stats;
-  const RowExponent exponent(stats.top, scale);
-  DigitSums all;
-#pragma unroll
-  for (int n = 0; n < kRankedBlocks; ++n) {
-    if (held[n].x <= kEmptyKey) continue;
-    const RowExponent own(key_logit(held[n].x), scale);
-    if (exponent.huge) {
-      if (held[n].x == key) all.at[0] += held[n].y;
-    } else if (!own.huge) {
-      const uint32_t digits[3] = {held[n].y, held[n].z, held[n].w};
-      all.add(digits, exponent.grid() - own.grid());
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < 3; ++n)  // of some thousand segments: 2^20 each
-    all.at[n] = __reduce_add_sync(kFullMask, static_cast<uint32_t>(all.at[n]));
-  stats.sum = exponent.huge ? all.at[0] << 40 : all.fixed(exponent);
-  return stats;
-}
 
 // What becomes of a slot whose row has these statistics, as judge_whole().
 __device__ __forceinline__ Slot judge_plain(const ChainRequest& r, const SlotAhead& slot,
@@ -84,36 +37,26 @@ __device__ __forceinline__ Slot judge_plain(const ChainRequest& r, const SlotAhe
 
 // Grid: (blocks of a cluster, drafts + 1, batch). Rows are aligned, and their vocabulary is a
 // multiple of 8.
-template <bool kDense>
+template <bool kDense, int kBlocks>
 __global__ void __launch_bounds__(kCutThreads, 1)
     verify_plain_kernel(const __grid_constant__ VerifyChainParams p) {
   extern __shared__ uint4 dynamic_shared[];  // PlainBlock, or ListedBlock
   __shared__ TeamShared t;
-  PlainBlock& s = *reinterpret_cast<PlainBlock*>(dynamic_shared);
+  using Row = RowBlocks<kBlocks>;
+  PlainBlock<Row>& s = *reinterpret_cast<PlainBlock<Row>*>(dynamic_shared);
   const RowCluster cluster;
   const int i = blockIdx.y, rank = cluster.rank;
   const int64_t b = blockIdx.z;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const bool leads = rank == kLeader, judges = leads && warp == kJudge;
-  const int first = (warp * kRankedBlocks + rank) * kGroupStep + lane * kGroup;
-  constexpr int kStep = kRankedReaders * kGroupStep;
-  const int vocab = static_cast<int>(p.vocab);
+  const bool leads = rank == kBlocks - 1, judges = leads && warp == kJudge;
+  const int first = Row::first(rank), vocab = static_cast<int>(p.vocab);
   int end = judges ? 0 : vocab;  // of what this thread reads
   const bf16* const row = row_of_few(p, b, i, end);
-  Group<bf16> groups[kHalves][kLaneGroups], of_draft[kHalves][kLaneGroups];
-#pragma unroll
-  for (int n = 0; n < kHalves * kLaneGroups; ++n)
-    load_here(groups[n / kLaneGroups][n % kLaneGroups], n < kRankedSteps && first + n * kStep < end,
-              row + first + n * kStep);
-  if constexpr (kDense) {
-    const bf16* draft = static_cast<const bf16*>(p.draft_logits) + b * p.draft_batch_stride +
-                        i * p.draft_row_stride;
-    const int draft_end = judges || i >= p.drafts ? 0 : vocab;
-#pragma unroll
-    for (int n = 0; n < kHalves * kLaneGroups; ++n)
-      load_here(of_draft[n / kLaneGroups][n % kLaneGroups],
-                n < kRankedSteps && first + n * kStep < draft_end, draft + first + n * kStep);
-  }
+  RowParts<Row> tokens(row, first, end), of_draft;
+  if constexpr (kDense)
+    of_draft = RowParts<Row>(static_cast<const bf16*>(p.draft_logits) + b * p.draft_batch_stride +
+                                 i * p.draft_row_stride,
+                             first, judges || i >= p.drafts ? 0 : vocab);
   // all other trips to memory at once
   const int64_t likely = i < p.drafts ? p.draft_tokens[b * p.draft_tokens_stride + i] : -1;
   const float draft_temperature = p.draft_temperature != nullptr ? p.draft_temperature[b] : 0.0f;
@@ -128,7 +71,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     return;
   }
   if (i >= r.rows) return;
-  const auto team = RaceTeam::of(r, i, rank);
+  const auto team = RaceTeam::of(r, i, cluster);
   ListedBlock& by_value = *reinterpret_cast<ListedBlock*>(dynamic_shared);
   if (r.greedy()) return end_by_value<false, kDense>(p, cluster, b, i, team.verdicts, by_value);
 
@@ -136,32 +79,31 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   const float scale = law_scale(r.temperature);
   SlotAhead slot;
   if (judges) {
+    s.sums.leave_none();
+    if constexpr (kDense) s.draft_sums.leave_none();
+    cluster.arrive_shared();  // nobody waits for what this warp works out
     if (lane == 0) prefetch_l2(verdict_words);
-    if (lane < kHalves) {
-      s.sums[warp * kHalves + lane] = {0, {0, 0, 0}};
-      if constexpr (kDense) s.draft_sums[warp * kHalves + lane] = {0, {0, 0, 0}};
-    }
     const RowSource<bf16> source(r.target_row(i), RowEdits{}, vocab);
     slot = dense_slot_ahead<kDense>(r, i, source, &s.pool);
   } else {
+    const float draft_scale = law_scale(r.draft_temperature);
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const ChunkStats sum = sum_groups(groups[half], scale);
-      if (lane == 0) s.sums[warp * kHalves + half] = sum;
-    }
-    if constexpr (kDense) {
-      if (has_draft_row(r, i)) {
-        const float draft_scale = law_scale(r.draft_temperature);
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          const ChunkStats sum = sum_groups(of_draft[half], draft_scale);
-          if (lane == 0) s.draft_sums[warp * kHalves + half] = sum;
+    for (int part = 0; part < Row::kParts; ++part) {
+      const ChunkStats sum = sum_groups(tokens.part(part), scale);
+      if (lane == 0) s.sums.of[warp * Row::kParts + part] = sum;
+      tokens.go_on(part);
+      if constexpr (kDense) {
+        if (has_draft_row(r, i)) {
+          const ChunkStats of_q = sum_groups(of_draft.part(part), draft_scale);
+          if (lane == 0) s.draft_sums.of[warp * Row::kParts + part] = of_q;
+          of_draft.go_on(part);
         }
       }
     }
     if (threadIdx.x == 0) prefetch_l2(team.keys + team.part);
+    cluster.arrive_shared();
   }
-  cluster.sync_shared();
+  cluster.wait_shared();
   if (judges) {
     const RowStats stats = join_sums(cluster, s.sums, scale);
     if constexpr (kDense) {
@@ -171,7 +113,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     }
     store_verdict(verdict_words,
                   verdict_word(r, judge_plain(r, slot, stats), stats.top, -INFINITY, false, false),
-                  stats.sum, slot.draft_sum, slot.draft_top);
+                  one_over(stats.sum), one_over(slot.draft_sum), slot.draft_top);
   }
   race_together<kDense>(p, r, cluster, team, i, noise, t, by_value);
 }
