@@ -119,6 +119,8 @@ def test_bad_arguments():
         row_stats(torch.zeros(2, 5), top_logprobs=129)
     with pytest.raises(ValueError, match=r"combine_row_stats: partials: got shape \[2, 4\]"):
         combine_row_stats(torch.zeros(2, 4).long(), vocab_total=5)
+    with pytest.raises(ValueError, match="combine_row_stats: partials: got none, expected those"):
+        combine_row_stats(torch.zeros(0, 4, 5).long(), vocab_total=5)
     with pytest.raises(ValueError, match=r"row_stats: out.argmax: got shape \[1\], expected \[2\]"):
         short = row_stats(torch.zeros(2, 5))._replace(argmax=torch.zeros(1, dtype=torch.int64))
         row_stats(torch.zeros(2, 5), out=short)

@@ -359,6 +359,12 @@ def test_bad_arguments(generator):
         verify_shard_rows(logits, drafts, listed=1025, **rest)
     with pytest.raises(ValueError, match=r"partials: got shape \[2, 8, 6\], expected \[2, 8, 5\]"):
         verify_shard(logits, drafts, torch.zeros(2, 8, 6).long(), vocab_total=300)
+    with pytest.raises(ValueError, match="verify_shard: partials: got none, expected those of all"):
+        verify_shard(logits, drafts, partials[:0], vocab_total=300)
+    with pytest.raises(ValueError, match="join_verify_shards: shards: got none, expected"):
+        join_verify_shards(drafts, [])
+    with pytest.raises(TypeError, match="join_verify_shards: shards: got Tensor, expected"):
+        join_verify_shards(drafts, [partials])
     with pytest.raises(ValueError, match="verify_shard: vocab_start: got 100, expected a multiple"):
         verify_shard(logits, drafts, partials, vocab_start=100, vocab_total=400)
     with pytest.raises(ValueError, match="verify_shard: vocab_start: got 128, expected 0 to 0"):

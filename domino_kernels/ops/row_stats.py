@@ -221,6 +221,8 @@ def combine_row_stats(partials, tokens=None, temperature=None, *, vocab_total):
     """
     op = "combine_row_stats"
     parts, rows, _ = checks.sizes(op, "partials", partials, "[N, R, 5]")
+    if parts == 0:
+        raise ValueError(f"{op}: partials: got none, expected those of all shards")
     device, shape = partials.device, (parts, rows, PARTIAL_WORDS)
     checks.tensor(op, "partials", partials, shape, torch.int64, device)
     checks.contiguous(op, "partials", partials)

@@ -44,7 +44,8 @@ class VerifyResult(NamedTuple):
 
     tokens: torch.Tensor  # [B, K + 1] int64: the emitted tokens, then -1
     num_accepted: torch.Tensor  # [B] int32: drafts kept
-    num_emitted: torch.Tensor  # [B] int32: num_accepted + 1, or num_accepted where FAILED
+    # [B] int32: num_accepted + 1, or num_accepted where FAILED, NEEDS_RESIDUAL or inactive
+    num_emitted: torch.Tensor
     chosen_logprob: torch.Tensor | None  # [B, K + 1] float32: log p of each emitted token, then 0
     status: torch.Tensor  # [B] uint8: bits of VerifyStatus
     top_ids: torch.Tensor | None = None  # [B, K + 1, n] int32: likeliest tokens, -1 where none

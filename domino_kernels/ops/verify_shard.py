@@ -397,6 +397,8 @@ def verify_shard(target_logits, draft_tokens, partials, **call):
     checked = _check_call(op, target_logits, draft_tokens, **call)
     (batch, drafts), device = draft_tokens.shape, target_logits.device
     parts, _, words = checks.sizes(op, "partials", partials, "[T, R, 5 + listed]")
+    if parts == 0:
+        raise ValueError(f"{op}: partials: got none, expected those of all shards")
     listed = words - PARTIAL_WORDS
     if not _is_filtered(call):
         listed = 0
@@ -457,8 +459,18 @@ def join_verify_shards(draft_tokens, shards):
         ShardedVerify. Without filters all requests are settled. An unsettled one stops before the
         row in question, with num_emitted = num_accepted: gather its rows, and verify_chain on them
         gives all of its result.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
     """
-    batch, drafts = draft_tokens.shape
+    op = "join_verify_shards"
+    batch, drafts = checks.sizes(op, "draft_tokens", draft_tokens, "[B, K]")
+    if not shards:
+        raise ValueError(f"{op}: shards: got none, expected the ShardResult of each shard")
+    for shard in shards:
+        if not isinstance(shard, ShardResult):
+            got = type(shard).__name__
+            raise TypeError(f"{op}: shards: got {got}, expected the ShardResult of each shard")
     verdict, status, logprob, _, _, laws, masses = shards[0]  # the same in all, but for masses[1:]
     keys = torch.stack([shard.keys for shard in shards])  # [T, 2, B, K + 1]
     key_logprob = torch.stack([shard.key_logprob for shard in shards])

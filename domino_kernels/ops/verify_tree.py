@@ -41,7 +41,8 @@ class TreeResult(NamedTuple):
     tokens: torch.Tensor  # [B, N] int64: the emitted tokens, then -1
     path: torch.Tensor  # [B, N] int32: the kept nodes, root first, then -1
     num_accepted: torch.Tensor  # [B] int32: drafts kept; the path has one node more
-    num_emitted: torch.Tensor  # [B] int32: num_accepted + 1, or num_accepted where FAILED
+    # [B] int32: num_accepted + 1, or num_accepted where FAILED or inactive
+    num_emitted: torch.Tensor
     # [B, N] float32: log p of each emitted token, then 0; None with logprobs=False
     chosen_logprob: torch.Tensor | None
     status: torch.Tensor  # [B] uint8: bits of TreeStatus
