@@ -93,7 +93,7 @@ def main():
         and (not options.profile or "ours" in case.providers)
         and (not options.op or case.op == options.op)
         and (not options.case or case.case in options.case)
-        and (not options.model or case.params["model"] in options.model)
+        and (not options.model or case.params.get("model") in options.model)
         and (not options.batch or case.batch in options.batch)
     ]
     if not chosen:

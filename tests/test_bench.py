@@ -104,9 +104,11 @@ def test_table():
     ]
 
 
-def test_without_a_gpu_it_says_so():
+# of the tree suite not all cases have a model
+@pytest.mark.parametrize("suite", ["head", "tree --model qwen3"])
+def test_without_a_gpu_it_says_so(suite):
     code = "import sys, torch; torch.cuda.is_available = lambda: False; import runpy; "
-    code += "sys.argv[1:] = ['head']; runpy.run_module('bench', run_name='__main__')"
+    code += f"sys.argv[1:] = {suite.split()}; runpy.run_module('bench', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "bench: no CUDA device" in done.stderr
