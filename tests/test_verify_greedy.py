@@ -86,9 +86,13 @@ def test_ragged_inactive_edited_and_strided(generator):
     check(arguments, num_active=torch.tensor([4], dtype=torch.int32))
     check(arguments, logit_bias=torch.randn(6, 1000, generator=generator))
     check(arguments, vocab_valid=997)
-    wide = torch.full((6, 8, 1003), NAN).bfloat16()
-    wide[..., 1:1001] = arguments["target_logits"]
-    check(arguments | dict(target_logits=wide[..., 1:1001]))
+    for width, first in ((1003, 1), (1016, 8)):  # rows that are aligned, and not
+        wide = torch.full((6, 8, width), NAN).bfloat16()
+        wide[..., first : first + 1000] = arguments["target_logits"]
+        check(arguments | dict(target_logits=wide[..., first : first + 1000]))
+        check(arguments | dict(target_logits=wide[..., first : first + 995]))
+    one = arguments["target_logits"][:1].expand(6, 8, 1000)
+    check(arguments | dict(target_logits=one))
 
 
 @pytest.mark.gpu

@@ -1,11 +1,11 @@
 // verify_chain where every request is greedy and nobody asks for log-probabilities: one launch.
 //
-// A block owns a part of a row, and each of its warps leaves the greatest logit that it has seen
-// and the lowest id that has it as one word. The block of a request's last part walks: it waits for
-// the request's words, which say by themselves that they are there (they are never 0), and leaves
-// them at 0 for the next call. Blocks start in the order of their numbers, so it only waits for
-// blocks that run. CUDA does not promise that order: where words do not come (kMostPolls), the
-// launch fails (cudaErrorLaunchFailure) instead of hanging.
+// A block owns a part of a row, and leaves the greatest logit in it and the lowest id that has it
+// as one word. The block of a request's last part walks: it waits for the request's words, which
+// say by themselves that they are there (they are never 0), and leaves them at 0 for the next call.
+// Blocks start in the order of their numbers, so it only waits for blocks that run. CUDA does not
+// promise that order: where words do not come (kMostPolls), the launch fails
+// (cudaErrorLaunchFailure) instead of hanging.
 //
 // Bytes: every row once. Bound by HBM; at small batches by what comes before the first load and
 // behind the last: a trip to the L2 and back, some hundred instructions that run for the first time
@@ -86,15 +86,15 @@ __device__ __forceinline__ unsigned long long collect_words(unsigned long long* 
 }
 
 // Eight logits of an aligned row where `exists`, otherwise eight of -inf. Into L1 like any load:
-// those that pass it by (load_words_if) take 0.6 us longer at batch 8.
+// those that pass it by (load_words_if) take 0.6 us longer at batch 8. Volatile, so that they are
+// asked for before what comes behind in the code is worked out.
 __device__ __forceinline__ uint4 load_words_through_l1(bool exists, const void* pointer,
                                                        uint32_t other) {
-  uint4 out;
-  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
-      "mov.b32 %0, %6;\nmov.b32 %1, %6;\nmov.b32 %2, %6;\nmov.b32 %3, %6;\n"
-      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(out.x), "=&r"(out.y), "=&r"(out.z), "=&r"(out.w)
-      : "l"(pointer), "r"(static_cast<uint32_t>(exists)), "r"(other));
+  uint4 out{other, other, other, other};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(out.x), "+r"(out.y), "+r"(out.z), "+r"(out.w)
+      : "l"(pointer), "r"(static_cast<uint32_t>(exists)));
   return out;
 }
 template <class T>
@@ -126,168 +126,242 @@ __device__ __forceinline__ float group_top(const Group<T>& group) {
   }
 }
 
-// A request of a batch that is neither ragged nor edited and has nobody inactive: as ChainRequest,
-// in a third of the instructions, which come before the first load.
-struct WholeRequest {
+// How a launch divides its rows: parts of `share` groups, the last of which may be smaller. Where
+// all rows are aligned `rows` is the first of them and strides are in groups: the first loads need
+// nothing else. First of the parameters, which are fetched in lines of 64 bytes.
+struct GreedyGrid {
+  const void* rows;
+  uint32_t batch_groups;
+  uint32_t row_groups;
+  int share;
+  int whole;      // groups of a row that are whole
+  int64_t first;  // request
+};
+
+// A request of a batch that is neither ragged nor edited, has nobody inactive, and whose rows are
+// aligned: as ChainRequest, with nothing to wait for.
+struct AlignedRequest {
   const VerifyChainParams& p;
   int64_t b;
   int rows;
-  static constexpr uint32_t faults = 0;
 
-  __device__ __forceinline__ WholeRequest(const VerifyChainParams& params, int64_t request)
+  __device__ __forceinline__ AlignedRequest(const VerifyChainParams& params, int64_t request)
       : p(params), b(request), rows(static_cast<int>(p.drafts) + 1) {}
 
   __device__ __forceinline__ int64_t draft_token(int i) const {
     return p.draft_tokens[b * p.draft_tokens_stride + i];
   }
-  __device__ __forceinline__ LogitRow target_row(int i) const {
-    return LogitRow{p.target_logits, p.target_dtype}.plus(b * p.target_batch_stride +
-                                                          i * p.target_row_stride);
-  }
-  __device__ __forceinline__ RowEdits edits(int) const { return {}; }
 };
 
-// Groups [begin, end) of a row, by a block: the greatest logit that a warp has met and
-// the lowest id that has it, as a word: its key, and the complement of the id.
+// What a thread has met of a row, in the order of ids.
 template <class T>
-__device__ __forceinline__ unsigned long long greatest_of(const RowSource<T>& source, int begin,
-                                                          int end) {
-  constexpr int kAhead = 5;  // groups of a thread that are on their way
-  using Stored = typename RowSource<T>::Stored;
-  const int thread = static_cast<int>(threadIdx.x);
-  Group<Stored> best;
-  best.load_if(false, nullptr);
-  int best_token = 0;
+struct GreatestLogit {
+  Group<T> best;
+  int token = 0;  // of the group
   float top = -INFINITY;
-  const auto take = [&](const Group<Stored>& group, int token) {
+
+  __device__ __forceinline__ GreatestLogit() { best.load_if(false, nullptr); }
+  __device__ __forceinline__ void take(const Group<T>& group, int first) {
     const float value = group_top(group);
     if (value <= top) return;  // not if one is NaN
     best = group;
-    best_token = token;
+    token = first;
     top = max_nan(top, value);
-  };
-  if constexpr (!std::is_same_v<T, void>) {
-    if (source.aligned) {
-      const int whole = min(end, source.vocab / kGroup);
+  }
+  // The greatest of a warp's and the lowest id that has it: its key, and the id's complement.
+  __device__ __forceinline__ unsigned long long of_warp() const {
+    const uint32_t own = logit_key(top);
+    uint32_t id = ~0u;  // worked out by all lanes while the greatest is found
+#pragma unroll
+    for (int j = kGroup - 1; j >= 0; --j)
+      if (best.at(j) == top) id = token + j;
+    const uint32_t key = __reduce_max_sync(kFullMask, own);
+    id = __reduce_min_sync(kFullMask, own == key ? id : ~0u);
+    return static_cast<unsigned long long>(key) << 32 | ~id;
+  }
+};
+
+// A warp's way through groups [begin, end) of an aligned row, which its block reads: units of
+// kAhead loads, the first by the warp's number, the others by tickets. With a share of its own for
+// each warp some ask late for their last loads, and a tenth of the time a tenth of the bandwidth
+// is used.
+template <class T>
+struct UnitReader {
+  static constexpr int kAhead = 5;
+  const T* row;
+  int begin, end;
+  int at;  // this lane's first group of the unit that is on its way
+  Group<T> ahead[kAhead];
+
+  __device__ __forceinline__ UnitReader(const T* logits, int from, int to)
+      : row(logits), begin(from), end(to) {
+    ask(threadIdx.x / kWarpSize);
+  }
+  __device__ __forceinline__ void ask(int unit) {
+    at = begin + unit * (kAhead * kWarpSize) + static_cast<int>(threadIdx.x % kWarpSize);
+    const T* logits = row + at * kGroup;
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a)
+      ahead[a] = load_group_if(at + a * kWarpSize < end, logits + a * (kWarpSize * kGroup));
+  }
+  // *ticket: in shared memory, the block's warps at first.
+  __device__ __forceinline__ void read(GreatestLogit<T>& greatest, int* ticket) {
 #pragma unroll 1
-      for (int n = begin + thread; n - thread < whole; n += kAhead * kGreedyThreads) {
-        Group<T> ahead[kAhead];
+    while (true) {
+      int unit = 0;  // asked for while loads are on their way
+      if (threadIdx.x % kWarpSize == 0) unit = atomicAdd(ticket, 1);
+      unit = __shfl_sync(kFullMask, unit, 0);
 #pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          const int at = n + a * kGreedyThreads;
-          ahead[a] = load_group_if(at < whole, source.data + at * kGroup);
-        }
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) take(ahead[a], (n + a * kGreedyThreads) * kGroup);
-      }
-      begin = max(begin, whole);
+      for (int a = 0; a < kAhead; ++a) greatest.take(ahead[a], (at + a * kWarpSize) * kGroup);
+      if (begin + unit * (kAhead * kWarpSize) >= end) return;
+      ask(unit);
     }
   }
-#pragma unroll 1
-  for (int n = begin + thread; n < end; n += kGreedyThreads)
-    take(source.group(n * kGroup), n * kGroup);
+};
 
-  const uint32_t own = logit_key(top);
-  uint32_t id = ~0u;  // worked out by all lanes while the greatest is found
+// The greatest of a row's words, each waited for and then cleared. A lane's row, a warp's rows at
+// once. *missing: a word of one of them did not come.
+__device__ __forceinline__ unsigned long long collect_parts(unsigned long long* words, int parts,
+                                                            bool* missing) {
+  constexpr int kPairs = kMostGreedyParts / 2;
+  ulonglong2 found[kPairs];
+  int polls = 0;
+#pragma unroll 1
+  do {
+    *missing = false;
 #pragma unroll
-  for (int j = kGroup - 1; j >= 0; --j)
-    if (best.at(j) == top) id = best_token + j;
-  const uint32_t key = __reduce_max_sync(kFullMask, own);
-  id = __reduce_min_sync(kFullMask, own == key ? id : ~0u);
-  return static_cast<unsigned long long>(key) << 32 | ~id;
+    for (int n = 0; n < kPairs; ++n) found[n] = load_pair_if(2 * n < parts, words + 2 * n);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n)
+      *missing |= (2 * n < parts && found[n].x == 0) || (2 * n + 1 < parts && found[n].y == 0);
+    *missing = __any_sync(kFullMask, *missing);
+  } while (*missing && ++polls < kMostPolls);
+  unsigned long long most = 0;
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    if (2 * n < parts) *reinterpret_cast<ulonglong2*>(words + 2 * n) = ulonglong2{0, 0};
+    most = max(most, max(found[n].x, found[n].y));
+  }
+  return most;
 }
 
-// What the walk keeps of a row: its token + 1 (0: none), its status bits, whether the chain ends.
-constexpr uint32_t kRowToken = 0xffffff, kRowMissing = 1u << 30, kRowStops = 1u << 31;
-constexpr int kRowStatus = 24;
-static_assert(kMaxVocab <= kRowToken);
-
-// By a request's last block, a warp a row; the first slot that stops ends the request. words:
-// [rows, count]; x: the draft of slot `warp`.
+// By a warp of a request's last block, a lane a row; the first slot that stops ends the request.
+// words: [rows, row_words]; x: the draft of slot `lane`.
 template <class Request>
-__device__ __forceinline__ void walk_greedy(const Request& r, unsigned long long* words, int count,
-                                            int64_t x) {
-  __shared__ uint32_t shared_rows[kGreedyWords / kGreedyWarps];
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+__device__ __forceinline__ void walk_greedy(const Request& r, unsigned long long* words,
+                                            int row_words, int64_t x) {
+  const int lane = threadIdx.x % kWarpSize, parts = gridDim.x;
   const int drafts = static_cast<int>(r.p.drafts);
   int64_t* tokens = r.p.tokens + r.b * (r.p.drafts + 1) + lane;
   int32_t* num_accepted = r.p.num_accepted + r.b;
   int32_t* num_emitted = r.p.num_emitted + r.b;
   uint8_t* status = r.p.status + r.b;
-  keep_at_hand(tokens, num_accepted, num_emitted, status);
-  __syncthreads();  // before that, polls would be in the way of other warps' loads
-#pragma unroll 1
-  for (int row = warp; row < r.rows; row += kGreedyWarps) {
-    if (row != warp) x = row < r.rows - 1 ? r.draft_token(row) : -1;
-    const bool exists = x >= 0 && x < r.p.vocab;
-    uint32_t draft = exists ? static_cast<uint32_t>(x) : ~0u;
-    uint32_t bad_id = exists || x == -1 ? 0u : kBadId << kRowStatus;
-    keep_at_hand(draft, bad_id);
-    bool missing;
-    const unsigned long long most = collect_words(words + row * count, count, &missing);
-    const uint32_t key = static_cast<uint32_t>(most >> 32);
-    const uint32_t top = __reduce_max_sync(kFullMask, key);
-    const uint32_t id =
-        ~__reduce_max_sync(kFullMask, key == top ? static_cast<uint32_t>(most) : 0u);
-    const uint32_t faults = row_faults(key_logit(top));
-    if (lane == 0)
-      shared_rows[row] = missing       ? kRowMissing
-                         : faults != 0 ? faults << kRowStatus | kRowStops
-                                       : (id + 1) | bad_id | (id != draft ? kRowStops : 0u);
-  }
-  __syncthreads();
-  if (warp != 0) return;
   int stop = INT32_MAX;
 #pragma unroll 1
   for (int row = lane; row - lane <= drafts; row += kWarpSize, tokens += kWarpSize) {
-    const uint32_t found = row < r.rows ? shared_rows[row] : 0u;
-    if (__any_sync(kFullMask, found == kRowMissing)) __trap();
-    const unsigned stops = __ballot_sync(kFullMask, (found & kRowStops) != 0);
+    if (row != lane) x = row < r.rows - 1 ? r.draft_token(row) : -1;
+    const bool exists = row < r.rows, valid = x >= 0 && x < r.p.vocab;
+    uint32_t draft = valid ? static_cast<uint32_t>(x) : ~0u;
+    uint32_t bad_id = valid || x == -1 ? 0u : kBadId;
+    keep_at_hand(draft, bad_id, tokens, num_accepted, num_emitted, status);
+    bool missing;
+    const unsigned long long most =
+        collect_parts(words + row * row_words, exists ? parts : 0, &missing);
+    if (missing) __trap();
+    const uint32_t id = ~static_cast<uint32_t>(most);
+    const uint32_t faults = row_faults(key_logit(static_cast<uint32_t>(most >> 32)));
+    const unsigned stops = __ballot_sync(kFullMask, exists && (faults != 0 || id != draft));
     if (stops != 0) stop = min(stop, row - lane + __ffs(stops) - 1);
     // an accepted draft is the row's argmax
-    const int64_t token = row <= stop ? static_cast<int64_t>(found & kRowToken) - 1 : -1;
+    const int64_t token = exists && row <= stop && faults == 0 ? static_cast<int64_t>(id) : -1;
     if (row <= drafts) *tokens = token;
     if (row == stop) {
       *num_accepted = stop;
       *num_emitted = stop + (token >= 0 ? 1 : 0);
-      *status = static_cast<uint8_t>(found >> kRowStatus & (kNonFinite | kEmptyRow | kBadId));
+      *status = static_cast<uint8_t>(faults != 0 ? faults : bad_id);
     }
   }
 }
 
-// Grid: (parts of a row, rows, requests from `first` on). share: groups of a part. T: the dtype of
-// the rows, none of them edited; void: any.
+// Grid: (parts of a row, rows, requests from `first` on). T: the dtype of the rows, none of them
+// edited; void: any.
 template <class T, class Request>
 __global__ void __launch_bounds__(kGreedyThreads, kGreedyBlocks)
-    verify_greedy_kernel(int64_t first, int share, const __grid_constant__ VerifyChainParams p) {
-  const int part = blockIdx.x, parts = gridDim.x, i = blockIdx.y;
+    verify_greedy_kernel(const __grid_constant__ GreedyGrid grid,
+                         const __grid_constant__ VerifyChainParams p) {
+  constexpr bool kAligned = std::is_same_v<Request, AlignedRequest>;
+  __shared__ int shared_ticket;
+  __shared__ unsigned long long shared_words[kGreedyWarps];
+  const int part = blockIdx.x, i = blockIdx.y;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int64_t b = first + blockIdx.z;
+  const int64_t b = grid.first + blockIdx.z;
   const Request r(p, b);
-  if (r.rows == 0) {
-    if (part + i != 0) return;
-    if (threadIdx.x == 0) emit_counts(r, 0, -1, r.faults);
-    for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads)
-      p.tokens[b * (p.drafts + 1) + n] = -1;
-    return;
+  if constexpr (!kAligned) {
+    if (r.rows == 0) {
+      if (part + i != 0) return;
+      if (threadIdx.x == 0) emit_counts(r, 0, -1, r.faults);
+      for (int64_t n = threadIdx.x; n <= p.drafts; n += kGreedyThreads)
+        p.tokens[b * (p.drafts + 1) + n] = -1;
+      return;
+    }
+    if (i >= r.rows) return;
   }
-  if (i >= r.rows) return;
-  const bool walks = i == r.rows - 1 && part == parts - 1;
-  const int row_words = parts * kGreedyWarps;
-  unsigned long long* words =  // [rows, row_words]
-      static_cast<unsigned long long*>(p.workspace) +
-      static_cast<int64_t>(blockIdx.z) * gridDim.y * row_words;
-  unsigned long long* own_word = words + i * row_words + part * kGreedyWarps + warp;
 
-  const RowSource<T> source(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
-  const int begin = part * share;
-  const int end = min(begin + share, (source.vocab + kGroup - 1) / kGroup);
-  // what lies in HBM of all that is needed behind the loads
-  const int64_t x = walks && warp < r.rows - 1 ? r.draft_token(warp) : -1;
-  if (lane == 0) prefetch_l2(own_word);
-  keep_at_hand(own_word);
-  const unsigned long long word = greatest_of(source, begin, end);
-  if (lane == 0) store_word(own_word, word);
+  // what comes behind the first loads
+  unsigned long long *words, *own_word;  // [rows, row_words]
+  const int row_words = static_cast<int>(gridDim.x + 1) / 2 * 2;
+  bool walks;
+  int64_t x = -1;  // of all that is needed for the walk what lies in HBM
+  const auto prepare = [&] {
+    words = static_cast<unsigned long long*>(p.workspace) +
+            static_cast<int64_t>(blockIdx.z) * gridDim.y * row_words;
+    own_word = words + i * row_words + part;
+    walks = i == r.rows - 1 && part == static_cast<int>(gridDim.x) - 1;
+    if (walks && threadIdx.x < kWarpSize && lane < r.rows - 1) x = r.draft_token(lane);
+    if (threadIdx.x == 0) {
+      prefetch_l2(own_word);
+      shared_ticket = kGreedyWarps;
+    }
+    keep_at_hand(own_word);
+    __syncthreads();
+  };
+  using Stored = typename RowSource<T>::Stored;
+  GreatestLogit<Stored> greatest;
+  int begin = part * grid.share;
+  const int end = begin + grid.share;
+  const auto source = [&] {
+    if constexpr (kAligned) {
+      const uint32_t groups = blockIdx.z * grid.batch_groups + blockIdx.y * grid.row_groups;
+      const void* row =
+          static_cast<const char*>(grid.rows) + uint64_t{groups} * (kGroup * sizeof(T));
+      return RowSource<T>(LogitRow{row, p.target_dtype}, RowEdits{}, static_cast<int>(p.vocab));
+    } else {
+      return RowSource<T>(r.target_row(i), r.edits(i), static_cast<int>(p.vocab));
+    }
+  }();
+  if constexpr (!std::is_same_v<T, void>) {
+    const int whole = min(end, kAligned || source.aligned ? grid.whole : 0);
+    UnitReader<T> reader(source.data, begin, whole);
+    prepare();
+    reader.read(greatest, &shared_ticket);
+    begin = max(begin, whole);
+  } else {
+    prepare();
+  }
+  const int groups = min(end, (source.vocab + kGroup - 1) / kGroup);
+#pragma unroll 1
+  for (int n = begin + static_cast<int>(threadIdx.x); n < groups; n += kGreedyThreads)
+    greatest.take(source.group(n * kGroup), n * kGroup);
+
+  unsigned long long word = greatest.of_warp();
+  if (lane == 0) shared_words[warp] = word;
+  __syncthreads();
+  if (warp != 0) return;
+  word = shared_words[lane % kGreedyWarps];
+  const uint32_t key = __reduce_max_sync(kFullMask, static_cast<uint32_t>(word >> 32));
+  const uint32_t id = __reduce_max_sync(
+      kFullMask, static_cast<uint32_t>(word >> 32) == key ? static_cast<uint32_t>(word) : 0u);
+  if (lane == 0) store_word(own_word, static_cast<unsigned long long>(key) << 32 | id);
   if (walks) walk_greedy(r, words, row_words, x);
 }
 
