@@ -7,6 +7,9 @@ namespace domino {
 namespace {
 
 constexpr int64_t kFillingBlocks = 96;  // of the pass
+// That look for winners: more of them come only when others leave, and are the last to end.
+constexpr int64_t kWinnerBlocks = 32;
+constexpr int64_t kLeastKeyParts = 4;
 
 template <class T, class Base, bool kPacked>
 int launch(const ChainBlockParams& p, const PoolLaunch& shape, int64_t blocks,
@@ -46,7 +49,8 @@ int launch(const ChainBlockParams& p, cudaStream_t stream) {
   shape.hoist_blocks = ceil_div(p.rank, hoist_rows) * ceil_div(columns, hoist_columns);
 
   const int64_t drafts = p.temperature ? 0 : p.batch * p.prefix;  // whose winners are looked for
-  shape.winner_parts = drafts <= 16 ? kMaxKeyParts : 4;
+  shape.winner_parts = static_cast<int>(std::clamp<int64_t>(
+      kWinnerBlocks / std::max<int64_t>(drafts, 1), kLeastKeyParts, kMaxKeyParts));
   shape.winner_blocks = drafts * shape.winner_parts;
 
   const int64_t blocks =
