@@ -1,4 +1,5 @@
-"""verify_chain without filters against the CPU twin: a few rows of bf16 logits in one launch."""
+"""verify_chain without filters against the CPU twin: a few rows of bf16 logits in one launch, and
+more of them in two."""
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_verify_cuts import (
     assert_same_in,
     assert_streams_same,
 )
+from test_verify_nucleus import MORE
 
 from domino_kernels import verify_chain
 from domino_kernels.ops.verify import verify_chain_workspace
@@ -26,11 +28,12 @@ def plain_of(kind, shape, form, generator, pool=5):
 
 @pytest.mark.parametrize("rule, form", [*RULES, ("token", "dense")])
 @pytest.mark.parametrize("kind", [*KINDS, "close together"])
-def test_without_filters(kind, rule, form):
+@pytest.mark.parametrize("shapes", [FEW, MORE], ids=["few", "more"])
+def test_without_filters(shapes, kind, rule, form):
     generator = torch.Generator().manual_seed(20261210)
     dense = form == "dense"
     workspace = verify_chain_workspace(16, 31, 151_936, dense=dense, device="cuda")
-    for shape, pool in FEW:
+    for shape, pool in shapes:
         if shape[1] == 0 and form != "none":
             continue
         arguments = plain_of(kind, shape, form, generator, pool) | dict(rule=rule)
@@ -42,26 +45,28 @@ def test_without_filters(kind, rule, form):
                 raise AssertionError(f"{shape}") from error
 
 
-@pytest.mark.parametrize("form", ["pool", "dense"])
-def test_of_a_draft_that_is_the_target(form):
+@pytest.mark.parametrize(
+    "form, batch, vocab", [("pool", 1, 32_768), ("dense", 1, 32_768), ("pool", 9, 4096)]
+)
+def test_of_a_draft_that_is_the_target(form, batch, vocab):
     """A residual of which nothing is left, by rounding: what replaces the draft is from p."""
     generator = torch.Generator().manual_seed(20261211)
-    arguments = plain_of("normal", (1, 7, 32_768), "dense", generator)
+    arguments = plain_of("normal", (batch, 7, vocab), "dense", generator)
     target = arguments["target_logits"]
-    arguments["temperature"] = arguments["draft_temperature"] = torch.full((1,), 0.8)
+    arguments["temperature"] = arguments["draft_temperature"] = torch.full((batch,), 0.8)
     if form == "dense":
         arguments["draft_logits"] = target[:, :7].contiguous()
     else:
-        ids = torch.arange(32_768, dtype=torch.int32).expand(1, 7, -1).contiguous()
+        ids = torch.arange(vocab, dtype=torch.int32).expand(batch, 7, -1).contiguous()
         arguments |= dict(draft_logits=target[:, :7].contiguous(), draft_ids=ids)
     for seed in range(20):
-        arguments["seed"] = torch.full((1,), seed)
+        arguments["seed"] = torch.arange(batch) * 20 + seed
         assert_same(verify_chain(**to(arguments, "cuda")), verify_chain(**arguments))
 
 
-def test_in_a_graph(graph_replay):
+@pytest.mark.parametrize("shape", [(4, 3, 32_768), (9, 8, 2048)])
+def test_in_a_graph(shape, graph_replay):
     generator = torch.Generator().manual_seed(20261212)
-    shape = (4, 3, 32_768)
     assert_replays_same(lambda: plain_of("normal", shape, "none", generator), shape, graph_replay)
 
 

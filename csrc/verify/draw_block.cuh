@@ -17,7 +17,23 @@ struct BlockShared {
   float rest[kBlockSlots];      // Z
   uint64_t fixed[kBlockSlots];  // the same, of rows that this block looked through
   float threshold[kBlockSlots];
+  bool tied[kBlockSlots];  // is a token of which p is looked up among those that tie with the cut?
 };
+
+// By a warp: BlockShared::tied of a row with a draft.
+__device__ __forceinline__ bool ties_matter(const ChainRequest& r, int i, const SlotVerdict& slot) {
+  const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(r.p.vocab));
+  const float cut = slot.filter.cut_logit;
+  bool ties = source.at(r.draft_token(i)) == cut;
+  if ((slot.status & kTakenAsOneHot) == 0) {
+#pragma unroll 2
+    for (int64_t m = threadIdx.x % kWarpSize; m < r.p.pool; m += kWarpSize) {
+      const int64_t token = r.draft_ids(i)[m];
+      if (token >= 0 && token < r.p.vocab) ties = ties || source.at(token) == cut;
+    }
+  }
+  return __any_sync(kFullMask, ties);
+}
 
 // By a warp: p and q of the row's draft.
 template <bool kDense>
@@ -135,10 +151,16 @@ __device__ __noinline__ void draw_block(const RowCluster cluster, const ChainReq
   for (int i = lane; i < r.rows; i += kWarpSize)
     if (ends_chain(s.slots[i].outcome)) end = min(end, i);
   end = __reduce_min_sync(kFullMask, end);
+  for (int i = warp; i <= end; i += kDrawWarps) {
+    const bool tied =
+        s.slots[i].filter.cut_id < 0 && (kDense || (i < end && ties_matter(r, i, s.slots[i])));
+    if (lane == 0) s.tied[i] = tied;
+  }
+  __syncthreads();
 #pragma unroll 1
-  for (int i = 0; i <= end; ++i) {
+  for (int i = 0; i <= end; ++i) {  // a look at the row each; draw_token() does without
+    if (!s.tied[i]) continue;
     const RowFilter filter = s.slots[i].filter;
-    if (filter.cut_id >= 0) continue;
     const RowSource<bf16> source(r.target_row(i), RowEdits{}, static_cast<int>(r.p.vocab));
     const int32_t last = last_tie(cluster, source, filter.cut_logit, -filter.cut_id);
     __syncthreads();

@@ -17,6 +17,8 @@ bool may_be(const VerifyChainParams& p, VerifyRule rule) {
 
 // verify_plain.cu: all in one launch, if it is a call for that.
 bool launch_plain(const VerifyChainParams& p, void* stream, int* status);
+// verify_row.cu: the same in two launches, where each row has a processor to itself.
+bool launch_plain_rows(const VerifyChainParams& p, void* stream, int* status);
 
 int verify_chain_cuda(const VerifyChainParams& p, void* stream) {
   if (p.vocab < 1 || p.vocab > kMaxVocab) return kBadArgument;
@@ -24,6 +26,7 @@ int verify_chain_cuda(const VerifyChainParams& p, void* stream) {
   if (counts_values(p)) return launch_by_value(p, stream);
   if (is_greedy_walk(p)) return verify_greedy_cuda(p, stream);
   if (int status; launch_plain(p, stream, &status)) return status;
+  if (int status; launch_plain_rows(p, stream, &status)) return status;
   if (const int status = launch_rows(p, stream); status != kOk) return status;
 
   const int64_t rows = p.batch * (p.drafts + 1);

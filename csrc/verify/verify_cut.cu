@@ -1,3 +1,4 @@
+#include "verify/verdict_words.cuh"
 #include "verify/verify_cut.cuh"
 #include "verify/verify_draw.cuh"
 #include "verify/verify_launch.cuh"
@@ -12,9 +13,10 @@ void launch_listed(const LaunchShape& shape, const VerifyChainParams& p, void* s
 bool launch_ranked(const DeviceInfo& device, const VerifyChainParams& p, void* stream, int* status);
 bool launch_nucleus(const DeviceInfo& device, const VerifyChainParams& p, void* stream,
                     int* status);
-// verify_row.cu: the first launch, if each row has a processor to itself.
-bool launch_row(const DeviceInfo& device, const VerifyChainParams& p, bool by_words, void* stream,
-                int* status);
+// verify_row.cu: the first launch, if each row has a processor to itself; the second behind it
+// where that hands words.
+bool launch_row(const DeviceInfo& device, const VerifyChainParams& p, void* stream, int* status);
+int launch_row_draws(const DeviceInfo& device, const VerifyChainParams& p, void* stream);
 
 // Blocks that draw for a request once its rows have been judged: as timed with 32 and 64 requests,
 // where all should find room at once (with dense q two a processor, otherwise three).
@@ -53,8 +55,9 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
   shape.cluster = row_blocks;
   const DenseKernels of_dense = dense ? dense_kernels(p) : DenseKernels{};
   int row_status = kOk;
-  const bool by_row = launch_row(device, p, hands_words(p), stream, &row_status);
+  const bool by_row = launch_row(device, p, stream, &row_status);
   if (row_status != kOk) return row_status;
+  if (by_row && hands_words(p)) return launch_row_draws(device, p, stream);
   if (by_row) {
     // its verdicts are on their way
   } else if (!in_turn) {
@@ -80,10 +83,7 @@ int launch_by_value(const VerifyChainParams& p, void* stream) {
                     : dense                        ? of_dense.draw
                     : draws_every_row(p)           ? verify_draw_kernel<VerifyRule::kMatch>
                     : p.rule == VerifyRule::kBlock ? verify_draw_kernel<VerifyRule::kBlock>
-                    : by_row && hands_words(p)
-                        ? verify_draw_kernel<VerifyRule::kToken, 2, false, DrawBehind::kWords>
-                    : counted
-                        ? verify_draw_kernel<VerifyRule::kToken, 3, false, DrawBehind::kCounts>
+                    : counted      ? verify_draw_kernel<VerifyRule::kToken, 3, false, true>
                     : p.batch > 16 ? verify_draw_kernel<VerifyRule::kToken, 3>
                                    : verify_draw_kernel<VerifyRule::kToken>;
   if (draw_blocks > 8) {

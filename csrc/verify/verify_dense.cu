@@ -17,7 +17,7 @@ DenseKernels dense_kernels(const VerifyChainParams& p) {
 
 // 128 registers: with 80 the race spills, 28 us of it in place of 16.
 void (*dense_counted_draw())(VerifyChainParams) {
-  return verify_draw_kernel<VerifyRule::kToken, 2, true, DrawBehind::kCounts>;
+  return verify_draw_kernel<VerifyRule::kToken, 2, true, true>;
 }
 
 }  // namespace domino

@@ -1,23 +1,20 @@
-// Second launch of verify_chain behind verify_cut.cuh, verify_row.cuh or verify_listed.cuh: a
-// cluster owns a request. It takes the first slot that does not accept from what was found of the
-// rows, and races for the last token (race_draw.cuh), unless that has been done. With dense q it
-// sums up the row of q of that token where nobody has and the token depends on it. Bytes: 64 a row,
-// and one row or two; bound by latency.
+// Second launch of verify_chain behind verify_cut.cuh, verify_listed.cuh or, by other rules than
+// kToken, verify_row.cuh: a cluster owns a request. It takes the first slot that does not accept
+// from what was found of the rows, and races for the last token (race_draw.cuh), unless that has
+// been done. With dense q it sums up the row of q of that token where nobody has and the token
+// depends on it. Bytes: 64 a row, and one row or two; bound by latency.
 #pragma once
 
 #include "verify/draw_block.cuh"
-#include "verify/verdict_words.cuh"
+#include "verify/judged_rows.cuh"
 
 namespace domino {
 
 // Grid: a cluster for each request. kRule: of all requests that are not greedy; kToken with coins
 // of slots, kMatch with draws of positions.
-// kResident: blocks of a processor at least. kDense: by rows of q. kBehind: a request is drawn for
-// behind the launch in front, or once its rows have been judged (judged_rows.cuh, or
-// verdict_words.cuh).
-enum class DrawBehind { kLaunch, kCounts, kWords };
-template <VerifyRule kRule, int kResident = 2, bool kDense = false,
-          DrawBehind kBehind = DrawBehind::kLaunch>
+// kResident: blocks of a processor at least. kDense: by rows of q. kCounted: a request is drawn for
+// once its rows have been judged (judged_rows.cuh), otherwise behind the launch in front.
+template <VerifyRule kRule, int kResident = 2, bool kDense = false, bool kCounted = false>
 __global__ void __launch_bounds__(kDrawThreads, kResident)
     verify_draw_kernel(const __grid_constant__ VerifyChainParams p) {
   __shared__ uint4 shared_slots[kWarpSize * sizeof(SlotVerdict) / sizeof(uint4)];
@@ -28,16 +25,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
   const ChainWorkspace chunks(p.workspace, p.batch, p.drafts, p.vocab, kDense);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const BlockNoise noise = r.noise();  // its own trip to memory, while the rows are read
-  constexpr bool kCounted = kBehind == DrawBehind::kCounts,
-                 kByWords = kBehind == DrawBehind::kWords;
-  bool met = false;  // the cluster's blocks, behind their verdicts
-  if constexpr (kByWords) {
-    if (warp == 0) {
-      const SlotVerdict verdict = wait_for_verdict(verdict_words(p, b, lane), lane < r.rows);
-      if (lane < r.rows) slots[lane] = verdict;
-    }
-    __syncthreads();
-  } else if constexpr (kCounted) {
+  if constexpr (kCounted) {
     if (threadIdx.x == kDrawThreads - 1)
       wait_for_judges(judged_count(p, b), static_cast<int>(p.drafts) + 1);
     __syncthreads();
@@ -45,19 +33,12 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     previous_launch_done();
   }
   const auto leave = [&] {
-    if constexpr (kByWords) {
-      if (!met) cluster.meet();
-      unsigned long long* words = verdict_words(p, b, 0);
-      if (cluster.rank == 0 && static_cast<int>(threadIdx.x) < r.rows * kVerdictWords)
-        words[threadIdx.x] = 0;
-      previous_launch_done();
-    }
     if constexpr (kCounted) {
       if (threadIdx.x == kDrawThreads - 1) leave_count(judged_count(p, b), cluster.size);
       previous_launch_done();
     }
   };
-  if (!kByWords && cluster.rank == 0 && threadIdx.x == 0 && b < kGreedyWords)
+  if (cluster.rank == 0 && threadIdx.x == 0 && b < kGreedyWords)
     static_cast<unsigned long long*>(p.workspace)[b] = 0;  // chain_end() of verify_cut.cuh
   if (r.rows == 0) {
     leave();
@@ -68,7 +49,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     if (r.by_block()) return draw_block<kDense>(cluster, r, chunks);
   }
   uint32_t bits = r.faults;
-  int stop = 0, base = kByWords ? 0 : -kWarpSize;
+  int stop = 0, base = -kWarpSize;
   int64_t last = -1;
 #pragma unroll 1
   for (;;) {
@@ -103,7 +84,6 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     if (outcome == Outcome::kUndecided) {  // the draft ties with the cut
       const RowSource<bf16> source(r.target_row(stop), RowEdits{}, static_cast<int>(p.vocab));
       const int64_t x = r.draft_token(stop);
-      met = true;
       if (count_ties(cluster, source, slot.filter.cut_logit, x) <= -slot.filter.cut_id) {
         if (threadIdx.x == 0 && cluster.rank == 0) emit_token(r, stop, x, slot.logprob);
         ++stop;
@@ -129,7 +109,6 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
     }
 #pragma unroll 1
     for (;;) {
-      met = true;
       RaceNoise race{noise, kPositionDraw, 0};
       if constexpr (kRule == VerifyRule::kMatch)
         race.noise = r.position_noise(stop);
@@ -138,8 +117,7 @@ __global__ void __launch_bounds__(kDrawThreads, kResident)
       if (kDense && slot.status >> kKeptShift != 0)
         last = race_kept(r, stop, outcome, slot, kept_tokens(chunks, p, b, stop), race);
       else
-        last = draw_token<(kResident > 2 || kCounted)>(cluster, r, stop, outcome, slot, race, 1.0f,
-                                                       kByWords ? slot.race_mass : kLikelyResidual);
+        last = draw_token<(kResident > 2 || kCounted)>(cluster, r, stop, outcome, slot, race);
       if (last >= 0 || outcome == Outcome::kDraw) break;
       bits |= kZeroResidual;  // nothing was left to replace the draft
       outcome = Outcome::kDraw;

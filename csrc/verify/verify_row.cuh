@@ -166,10 +166,12 @@ __device__ __forceinline__ float pool_rest(const ChainRequest& r, const RowShare
   float both = 0.0f;
 #pragma unroll
   for (int n = 0; n < PoolAhead::kCount; n += kWarpSize) {
+    if (n >= r.p.pool) break;
     const int m = n + static_cast<int>(threadIdx.x) % kWarpSize;
     const float logit = s.of_pool[m];
     if (m < r.p.pool && logit >= filter.cut_logit)
-      both += fminf(law.weight(logit) * inverse, draft.probability(s.pool.logit[m]));
+      both += fminf(exp2_about(law.exponent(logit)) * inverse,
+                    exp2_about(draft.exponent(s.pool.logit[m])) * draft.inverse_sum);
   }
   return fminf(fmaxf(1.0f - warp_sum(both), 0x1p-8f), 1.0f);
 }
@@ -258,17 +260,21 @@ __global__ void __maxnreg__(48)
       reinterpret_cast<uint4*>(slot_verdicts(chunks) + b * slots + i)[lane] =
           reinterpret_cast<const uint4*>(&s.verdict)[lane];
   };
+  const auto tell_rest = [&](const ChainRequest& r, const Slot& verdict, const RowLaw& law,
+                             const RowFilter& filter, SlotVerdict* to) {
+    if (verdict.outcome == Outcome::kAccept || s.slot.x < 0 || verdict.one_hot ||
+        r.q != DraftLaw::kPool)
+      return;
+    const float rest = pool_rest(r, s, law, filter);
+    if (lane == 0) to->race_mass = rest;
+  };
   const auto judge_by = [&](const ChainRequest& r, const RowLaw& law, const ValueCut& cut) {
     leave([&](SlotVerdict* to) {
       const RowFilter filter = cut.filter();
       const Slot verdict = judge_cut(r, s.slot, law, filter);
       if (lane == 0) to->sum = 1;
       write_verdict(verdict, -1, RowStats{1, law.top, -1, 0, 0}, law, filter, s.slot, to);
-      if (verdict.outcome != Outcome::kAccept && s.slot.x >= 0 && !verdict.one_hot &&
-          r.q == DraftLaw::kPool) {
-        const float rest = pool_rest(r, s, law, filter);
-        if (lane == 0) to->race_mass = rest;
-      }
+      tell_rest(r, verdict, law, filter, to);
     });
   };
   const uint32_t near = s.shared.found.near_zero;
@@ -299,8 +305,10 @@ __global__ void __maxnreg__(48)
       leave([&](SlotVerdict* to) {
         if (!filtered) stats = sum_row(r, i, s.slot, chunks, to);
         if (filtered && lane == 0) to->sum = 1;
-        write_verdict(judge_whole(r, i, s.slot, stats), -1, stats,
-                      RowLaw(stats.top, 1, law_scale(r.temperature)), RowFilter(), s.slot, to);
+        const Slot verdict = judge_whole(r, i, s.slot, stats);
+        const RowLaw law(stats.top, 1, law_scale(r.temperature));
+        write_verdict(verdict, -1, stats, law, RowFilter(), s.slot, to);
+        tell_rest(r, verdict, law, RowFilter{-INFINITY, INT32_MAX, stats.sum}, to);
       });
     return;
   }
