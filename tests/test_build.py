@@ -86,7 +86,7 @@ SPILLS = {
     "draft_chain_certify_early": 152,  # what scores marked rows; in front of its loops 76
     "draft_chain_finish": 100,
     "draft_chain_markov": 24,  # of rank 256
-    "draft_chain_pool": 16,
+    "draft_chain_pool": 44,  # the form for many rows; the other 16
     "draft_chain_team": 12,  # the general form
     "verify_chain": 24,  # the walk of the block rule
     # launches of 80 registers, to fit beside the one in front: the form with pools

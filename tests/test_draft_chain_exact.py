@@ -87,8 +87,9 @@ def test_a_restart_with_a_pool_for_each_slot(batch, portable):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("restarts", [0, 1, ALL])
-def test_the_portable_form_has_the_same_bits(restarts):
-    block = make(9, restarts, "cuda")
+@pytest.mark.parametrize("batch", [9, 70])
+def test_the_portable_form_has_the_same_bits(batch, restarts):
+    block = make(batch, restarts, "cuda")
     usual, portable = draft(block), draft(block, portable=True)
     for field in ("tokens", "scores", "restarts"):
         assert torch.equal(getattr(portable, field), getattr(usual, field)), field

@@ -354,6 +354,24 @@ def test_pool_ids_of_a_large_vocabulary(batch, size, generator):
     assert (found[rows] == group_pool(maxima, size)).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("slots", [2, 3, 15])
+@pytest.mark.parametrize("batch, size", [(33, 512), (70, 128), (32, 1024)])
+def test_pool_ids_by_the_copy_engine(batch, size, slots, dtype, generator):
+    """Rows enough for it, ties, NaN and infinities, whole turns of periods and what is left."""
+    sizes = dict(NARROW, V=40_008)
+    _, hidden, _, weights = block_inputs(generator, dtype, batch, sizes)
+    base = (torch.randn(batch, slots, sizes["V"], generator=generator) * 2).round() / 2
+    for start, value in enumerate((torch.nan, torch.inf, -torch.inf, -0.0)):
+        base[..., start::997] = value
+    base = base.to(dtype)
+    found = pool_ids(base, weights, hidden[:, :slots], "cuda", pool_size=size)
+    rows = [0, batch // 2, batch - 1]
+    maxima = np.fmax.reduce(base[rows].float().numpy(), axis=1, keepdims=True)
+    assert (found[rows] == group_pool(maxima, size)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_draws_follow_the_law(dtype, device, generator):
     """One draft of 4000 requests that differ in their seed only."""

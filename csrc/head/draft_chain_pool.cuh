@@ -401,6 +401,42 @@ __device__ __forceinline__ void pool_winners(const ChainBlockParams& p, const Po
   }
 }
 
+// The pool's part of a block of the pass: the best of its threads, over the threads of a group.
+template <class Base, bool kPacked, class Best>
+__device__ __forceinline__ void write_pool(const ChainBlockParams& p, const PoolLaunch& launch,
+                                           int block, Best& best, char* memory) {
+  using Keys = PoolKeys<Base, kPacked>;
+  constexpr int kHalves = kGroupRun / kEight;
+  const PoolGroups groups(p.pool_size);
+  const int columns = 1 << launch.columns_log, column = threadIdx.x & (columns - 1);
+  const int64_t index = block / launch.parts;
+  const int64_t first_group = static_cast<int64_t>(block % launch.parts) * (columns / kHalves);
+  const int half = column % kHalves;
+  // The lanes of a warp, then the warps, eight lanes for each group.
+  best.merge_lane(1);
+  for (int offset = columns; offset < kWarpSize; offset *= 2) best.merge_lane(offset);
+  static_assert(sizeof(Best) * kPoolWarps * (kMaxColumns / kHalves) <= kPoolMemory);
+  auto& of_warp = *reinterpret_cast<Best(*)[kPoolWarps][kMaxColumns / kHalves]>(memory);
+  if (lane_id() < columns && half == 0) of_warp[warp_id()][column / kHalves] = best;
+  __syncthreads();
+  static_assert(kPoolWarps == 8);
+  const int lane = threadIdx.x % kPoolWarps, of_block = threadIdx.x / kPoolWarps;
+  if (of_block / 4 * 4 >= columns / kHalves) return;  // a whole warp
+  best = of_warp[lane][min(of_block, columns / kHalves - 1)];
+#pragma unroll
+  for (int offset = 1; offset < kPoolWarps; offset *= 2) best.merge_lane(offset);
+  if (of_block >= columns / kHalves) return;
+#pragma unroll
+  for (int k = 0; k < kGroupBest; ++k) {
+    const int64_t place = (first_group + of_block) * kGroupBest + k;
+    if (k % kPoolWarps == lane && place < p.pool_size)
+      p.pool[index * p.pool_size + place] = Keys::id(best.key[k], [&](int at) {
+        return at / kGroupRun * groups.period() + (first_group + of_block) * kGroupRun +
+               at % kGroupRun;
+      });
+  }
+}
+
 template <class Base, bool kPacked, bool kTileMax>
 __device__ __forceinline__ void pool_pass(const ChainBlockParams& p, const PoolLaunch& launch,
                                           int block, char* memory) {
@@ -434,29 +470,12 @@ __device__ __forceinline__ void pool_pass(const ChainBlockParams& p, const PoolL
     best.merge(key);
   }
 
-  // Over the threads of a group: the lanes of a warp, then the warps, eight lanes for each group.
-  best.merge_lane(1);
-  for (int offset = columns; offset < kWarpSize; offset *= 2) best.merge_lane(offset);
-  static_assert(sizeof(Best) * kPoolWarps * (kMaxColumns / kHalves) <= kPoolMemory);
-  auto& of_warp = *reinterpret_cast<Best(*)[kPoolWarps][kMaxColumns / kHalves]>(memory);
-  if (lane_id() < columns && half == 0) of_warp[warp_id()][column / kHalves] = best;
-  __syncthreads();
-  static_assert(kPoolWarps == 8);
-  const int lane = threadIdx.x % kPoolWarps, of_block = threadIdx.x / kPoolWarps;
-  if (of_block / 4 * 4 >= columns / kHalves) return;  // a whole warp
-  best = of_warp[lane][min(of_block, columns / kHalves - 1)];
-#pragma unroll
-  for (int offset = 1; offset < kPoolWarps; offset *= 2) best.merge_lane(offset);
-  if (of_block >= columns / kHalves) return;
-#pragma unroll
-  for (int k = 0; k < kGroupBest; ++k) {
-    const int64_t place = (first_group + of_block) * kGroupBest + k;
-    if (k % kPoolWarps == lane && place < p.pool_size)
-      p.pool[index * p.pool_size + place] = Keys::id(best.key[k], [&](int at) {
-        return at / kGroupRun * groups.period() + (first_group + of_block) * kGroupRun +
-               at % kGroupRun;
-      });
-  }
+  write_pool<Base, kPacked>(p, launch, block, best, memory);
+}
+
+__device__ __forceinline__ void clear_control(const ChainBlockParams& p) {
+  p.control->aborted = p.control->found = p.control->missed = p.control->cut = 0;
+  for (int round = 0; round < 2; ++round) p.control->begun[round] = p.control->tickets[round] = 0;
 }
 
 template <class T, class Base, bool kPacked>
@@ -465,10 +484,7 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   __shared__ __align__(16) char memory[kPoolMemory];
   allow_next_launch();
   int block = blockIdx.x;
-  if (block == 0 && threadIdx.x == 0) {
-    p.control->aborted = p.control->found = p.control->missed = p.control->cut = 0;
-    for (int round = 0; round < 2; ++round) p.control->begun[round] = p.control->tickets[round] = 0;
-  }
+  if (block == 0 && threadIdx.x == 0) clear_control(p);
   const int others = launch.hoist_blocks + launch.winner_blocks + launch.tile_blocks;
   const int first = launch.pass_first ? 0 : others;
   if (block >= first && block < first + launch.pass_blocks) {
