@@ -88,10 +88,11 @@ __device__ __forceinline__ void await_state(const ChainExchange& exchange, int r
 
 // W_ih E[y] of 16 units, of which a lane has unit lane % 16. Their words [4, units] start at
 // `words`: of one batch row for the whole warp, whose upper lanes help (kLanes = 32), or of one for
-// each half.
+// each half. Those of quarter `kept` are here already: `own`.
 template <int kLanes>
 __device__ __forceinline__ float3 take_inputs(const InputWord* words, int units, bool wanted,
-                                              uint32_t tag, uint32_t* aborted) {
+                                              uint32_t tag, int kept, float3 own,
+                                              uint32_t* aborted) {
   constexpr int kMine = kLanes / 32 == 1 ? 2 : 4;  // words
   const int lane = threadIdx.x % kWarpSize;
   const InputWord* const from = words + lane % 16 + (kMine == 2 ? lane / 16 * 2 * units : 0);
@@ -101,13 +102,22 @@ __device__ __forceinline__ float3 take_inputs(const InputWord* words, int units,
         bool here = true;
         if (wanted) {
 #pragma unroll
-          for (int i = 0; i < kMine; ++i) word[i] = look(from + i * units);
+          for (int i = 0; i < kMine; ++i)
+            if (i != kept) word[i] = look(from + i * units);
 #pragma unroll
-          for (int i = 0; i < kMine; ++i) here &= word[i].tag == tag;
+          for (int i = 0; i < kMine; ++i) here &= i == kept || word[i].tag == tag;
         }
         return here;
       },
       aborted);
+  if constexpr (kMine == 4) {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      word[i].r = i == kept ? own.x : word[i].r;
+      word[i].z = i == kept ? own.y : word[i].z;
+      word[i].n = i == kept ? own.z : word[i].n;
+    }
+  }
   float3 sum{word[0].r + word[1].r, word[0].z + word[1].z, word[0].n + word[1].n}, more;
   if constexpr (kMine == 4) {
     more = {word[2].r + word[3].r, word[2].z + word[3].z, word[2].n + word[3].n};

@@ -33,7 +33,14 @@ struct ChainBlockArgs : ChainBlockParams {
 // nothing else (chain_input.cuh); all blocks together (chain_product.cuh).
 enum class ChainInputs { kTable, kServed, kJoint };
 
-constexpr int kJointBytes = 1792;  // of JointProduct, kept in every step
+// threadIdx.x, read again: what is made of it is not kept from one phase of a step to the next.
+__device__ __forceinline__ int thread_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+constexpr int kJointBytes = 3840;  // of JointProduct, kept in every step
 
 // Shared memory, in bytes from its start.
 template <int kTiles>

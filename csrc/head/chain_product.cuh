@@ -2,12 +2,13 @@
 // by all blocks of two groups together in each step, for up to 64 rows (sm_90a).
 //
 // A task is the three gates of 32 units by a quarter of the inputs, for all rows: 1024 units make
-// 128 of them, a block each. Four warpgroups take one of the quarter's four parts each
-// (chain_input.cuh), in two pairs that wait for one another only in the end. A pair has rings of
-// its own: of E[y] in the place of the gates' sums; of W_ih behind it and in the place of some of
-// W2's rows (lent_rows), which the scores have just read: its slots are filled while keys travel,
-// and W2's rows come back behind the states. The parts meet in shared memory in the order of
-// sum_of_parts and go out in words as those of servers do.
+// 128 of them, a block each; of the four that need the sums of these units a block makes one
+// quarter, so that a quarter of its words stays with it. Four warpgroups take one of the quarter's
+// four parts each (chain_input.cuh), in two pairs that wait for one another only in the end. A pair
+// has rings of its own: of E[y] in the place of the gates' sums; of W_ih behind it and in the place
+// of some of W2's rows (lent_rows), which the scores have just read: its slots are filled while
+// keys travel, and W2's rows come back behind the states. The parts meet in shared memory in the
+// order of sum_of_parts and go out in words as those of servers do.
 //
 // A block takes in 196 KB of W_ih and 128 KB of E a step (4096 inputs), all of it from L2.
 #pragma once
@@ -22,10 +23,12 @@ namespace domino {
 
 // Kept from step to step.
 struct JointMemory {
-  uint2 choices[2 * kGroupRows];  // y_j, or kNoToken, and the upper half of its key
-  int starts[2 * kGroupRows];     // the draft that a row begins with
-  uint64_t full[2 * 3];           // slots of the rings of W_ih
-  uint64_t returned;              // W2's rows are back in their place
+  uint2 choices[2 * kGroupRows];               // y_j, or kNoToken, and the upper half of its key
+  int starts[2 * kGroupRows];                  // the draft that a row begins with
+  uint64_t full[2 * 3];                        // slots of the rings of W_ih
+  uint64_t returned;                           // W2's rows are back in their place
+  float from_hidden[kGroupRows * kBlockRank];  // W1h H of the block's rows of u
+  float states[512];                           // a thread's unit of S
 };
 static_assert(sizeof(JointMemory) <= kJointBytes);
 
@@ -62,8 +65,9 @@ class JointProduct {
         pair(threadIdx.x / (kThreads / 2)),
         ring(shared_address(memory) + kBytes + pair * p.weight_slots * kWeightSlot),
         stages((static_cast<int>(p.inputs) + kStride - 1) / kStride),
-        unit0(blockIdx.x / 4 * kTaskUnits),
-        input0((blockIdx.x % 4 * 2 + pair) * kTileWidth) {}
+        quarter(blockIdx.x / kGroup * 2 + blockIdx.x % 2),
+        unit0(blockIdx.x % kGroup / 2 * kTaskUnits),
+        input0((quarter * 2 + pair) * kTileWidth) {}
 
   // The first draft of any row; by all threads.
   __device__ __forceinline__ int begin() {
@@ -165,6 +169,16 @@ class JointProduct {
     __syncthreads();
   }
 
+  // An element of W1h H, for the same thread later.
+  __device__ __forceinline__ void fetch_from_hidden(const float* from) {
+    copy_async4(shared_address(&kept.from_hidden[threadIdx.x]), from);
+    copy_async_commit();
+  }
+  __device__ __forceinline__ float from_hidden() const {
+    copy_async_wait<0>();
+    return kept.from_hidden[threadIdx.x];
+  }
+
   // Rows 0 .. end - 1 of W2 to where scores read them, by the copy engine: row r is that of id
   // ids[r]. By all threads, once in each phase of await_rows().
   __device__ __forceinline__ void return_rows(char* rows, const int* ids, int end) {
@@ -187,13 +201,18 @@ class JointProduct {
 #endif
   }
 
+  __device__ __forceinline__ float& state() const { return kept.states[threadIdx.x]; }
+  // The quarter of the inputs whose sums of its own units and rows a block does not send.
+  __device__ __forceinline__ int own_quarter() const { return quarter; }
   __device__ __forceinline__ uint2 choice(int group, int row) const {
     return kept.choices[group * kGroupRows + row];
   }
 
-  // The words of draft j of this block's task; by all threads, behind choose().
-  __device__ __forceinline__ void multiply(uint32_t tag) {
-    if (unit0 >= exchange.units) return;
+  // The words of draft j of this block's task; by all threads, behind choose(). The sums of the
+  // block's own units and rows are not sent: it returns those of `own_unit` and `own_row`.
+  __device__ __forceinline__ float3 multiply(uint32_t tag, int own_row, int own_unit) {
+    float3 own{};
+    if (unit0 >= exchange.units) return own;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, part = warp / 4;
     const uint32_t columns = shared_address(memory) + pair * kColumnSlots * kColumnSlot;
@@ -276,17 +295,24 @@ class JointProduct {
             planes + (pair * 3 + i / 2) * kPlane + (warp % 4 * 16 + lane / 4 + 8 * h) * kPitch +
             part % 2 * 16 + i % 2 * 8 + lane % 4 * 2) = {of_pair[i][2 * h], of_pair[i][2 * h + 1]};
     __syncthreads();
+    const auto total = [&](int column, int unit) -> float3 {
+      const float* const at = planes + column * kPitch + unit;
+      return {at[0] + at[3 * kPlane], at[kPlane] + at[4 * kPlane], at[2 * kPlane] + at[5 * kPlane]};
+    };
     // a row of words at a time
+    const int group = blockIdx.x / kGroup;
+    const bool of_block = lane / kBlockUnits == blockIdx.x % 2;
 #pragma unroll
     for (int column = warp; column < kRows; column += kThreads / kWarpSize) {
-      const float* const at = planes + column * kPitch + lane;
-      const InputWord word{at[0] + at[3 * kPlane], at[kPlane] + at[4 * kPlane],
-                           at[2 * kPlane] + at[5 * kPlane], tag};
+      if (column / kGroupRows == group && of_block) continue;
+      const float3 sum = total(column, lane);
       if (kept.choices[column].x != kNoToken && unit0 + lane < exchange.units)
-        send(exchange.inputs(0, column, blockIdx.x % 4) + unit0 + lane, word);
+        send(exchange.inputs(0, column, quarter) + unit0 + lane, {sum.x, sum.y, sum.z, tag});
     }
+    own = total(group * kGroupRows + own_row, blockIdx.x % 2 * kBlockUnits + own_unit);
     __syncthreads();  // states come to where the sums are
 #endif
+    return own;
   }
 
  private:
@@ -297,7 +323,8 @@ class JointProduct {
   char* const memory;
   const int pair;  // of warpgroups: its stages are 64 inputs of each 512
   const uint32_t ring;
-  const int stages, unit0, input0;
+  const int stages, quarter, unit0;  // of this block's task
+  const int input0;
   int slot = 0, next = 0;  // to be read; to be filled
   uint32_t parity = 0;
 

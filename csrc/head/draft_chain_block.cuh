@@ -197,19 +197,25 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   const int my_row = row_warp + lane / kLanes * Memory::kWarps, sub = lane % kLanes;
   const bool mine = my_row < rows;
   const int64_t my_at = (first_row + my_row) * drafts;
-  const int my_start = start[mine ? my_row : 31];
-  float state = 0.0f;
+  // Beside a product the first draft is read anew in each step, and the state is in shared memory:
+  // what spills is on the way from one exchange to the next, and comes back late.
+  const int held_start = start[mine ? my_row : 31];
+  const auto my_start = [&] { return kJoint ? start[mine ? my_row : 31] : held_start; };
+  float held_state = 0.0f;
+  float& state = kJoint ? product.state() : held_state;
+  state = 0.0f;
 
   // The id of draft j of this lane's row, and the upper half of its key.
   struct Winner {
     uint32_t id, order;
   };
   const auto winner = [&](int j) -> Winner {
-    if (!__any_sync(kFullMask, mine && j >= my_start && j >= scored_from)) {
+    const int first = my_start();
+    if (!__any_sync(kFullMask, mine && j >= first && j >= scored_from)) {
       const uint64_t key = mine ? p.keys[my_at + j] : 0;
       return {key_id(key), static_cast<uint32_t>(key >> 32)};
     }
-    const bool exchanged = mine && j >= my_start;
+    const bool exchanged = mine && j >= first;
     unsigned long long word = 0;
     const int pairs = kGroup / 2 * p.words;
     const uint64_t* const from = exchange.keys(group) + my_row * pairs * 2;
@@ -240,7 +246,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     return {key_word_id(static_cast<uint32_t>(word)), static_cast<uint32_t>(word >> 32)};
   };
   const auto report = [&](int j, Winner best) {
-    if (block != 0 || !mine || sub != 0 || j < my_start) return;
+    if (block != 0 || !mine || sub != 0 || j < my_start()) return;
     const uint64_t key = static_cast<uint64_t>(best.order) << 32 | (0xffffffffu - best.id);
     p.tokens[my_at + j] = min(best.id, last_id);
     p.scores[my_at + j] = key_value(key);
@@ -277,10 +283,20 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   // Threads that make u, element r of a row by thread 4 row + r behind these: not the gates' warps
   // of a small batch, nor those of its tiles.
   constexpr int kLowFrom = kTiles == 1 ? kThreads / 2 : 0;
-  const int low_thread = threadIdx.x - kLowFrom, low_row = low_thread / kBlockRank;
-  const bool low_warp = has_rank && low_thread >= 0 && low_thread < kMost * kBlockRank;
-  const bool low_turn = low_warp && low_row < rows;
-  const int low_start = start[low_turn ? low_row : 31];
+  const auto low_thread = [&] {
+    return (kJoint ? thread_anew() : static_cast<int>(threadIdx.x)) - kLowFrom;
+  };
+  const auto makes_low = [&](int thread) {
+    return has_rank && thread >= 0 && thread < kMost * kBlockRank;
+  };
+  const auto low_turn = [&](int thread, int j) {
+    const int row = thread / kBlockRank;
+    return makes_low(thread) && row < rows && j >= prefix && j >= start[row];
+  };
+  const auto low_at = [&](int thread, int j) {
+    return ((first_row + thread / kBlockRank) * (drafts - prefix) + j - prefix) * rank + low0 +
+           thread % kBlockRank;
+  };
   // A warp takes its part of the k of S for all rows, several of them a load, and turns them around
   // in shared memory; where a word is not there yet it asks for that again.
   constexpr int kWords = kTiles > 1 ? 2 : 1,
@@ -292,35 +308,45 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
   char* const turn_around = memory + Memory::gate_sums + warp * (kTurnTiles * kColumns * kPitch);
   const int lane_row = lane * kWords / kRowWords, lane_word = lane * kWords % kRowWords;
   const int lane_k = (warp * kRowWords + lane_word) * 4;
-  uint32_t awaited = 0;  // loads of this lane, without a restart
+  const auto await_all = [&] {  // the loads of this lane that it waits for, without a restart
+    const uint32_t drafting = __ballot_sync(kFullMask, lane < rows && start[lane] == 0);
+    uint32_t loads = 0;
+    if (lane_k < units) {
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int row = i * kRowsAtOnce + lane_row;
-    if (row < rows && lane_k < units && start[row] == 0) awaited |= 1u << i;
-  }
+      for (int i = 0; i < kLoads; ++i) loads |= (drafting >> (i * kRowsAtOnce + lane_row) & 1) << i;
+    }
+    return loads;
+  };
+  const uint32_t held_awaited = kJoint ? 0 : await_all();
   const int from_step = max(begin - 1, 0);
   if (!kJoint && run) prepare(max(from_step, scored_from), tile0);
 
 #pragma unroll 1
   for (int j = from_step; run && j < drafts; ++j) {
     const bool scored = j >= scored_from && (!kJoint || j >= begin), corrects = j >= prefix;
+    // what u needs besides S
+    float z = 0.0f;
+    if (const int thread = low_thread(); low_turn(thread, j)) {
+      const float* const from = p.from_hidden + low_at(thread, j);
+      if constexpr (kJoint) {
+        product.fetch_from_hidden(from);
+      } else {
+        z = *from;
+      }
+    }
+    float3 own{};
     if constexpr (kJoint) {
       if (j >= begin) {
         product.choose(j, scored_from, aborted);
-        product.multiply(epoch + j);
+        own = product.multiply(epoch + j, my_row, sub);
       }
     }
-    // what u needs besides S
-    const int64_t low_at = ((first_row + low_row) * (drafts - prefix) + j - prefix) * rank + low0 +
-                           low_thread % kBlockRank;
-    const bool low_mine = low_turn && corrects && j >= low_start;
-    float z = 0.0f;
-    if (low_mine) z = p.from_hidden[low_at];
 
     // y_j, then S_j
     T* const states = exchange.states<T>(group, j);
     const uint64_t tag = state_tag(j);
-    const bool turn = mine && j >= my_start && sub < kBlockUnits;
+    const int started = my_start();
+    const bool turn = mine && j >= started && sub < kBlockUnits;
     const bool chooses = has_units && row_warp < rows;
     T* const to = states + my_row * units + unit0 + sub;
     float from_state[3] = {};
@@ -333,8 +359,8 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
           from_state[gate] = gate_totals[my_row * 48 + gate * 16 + sub];
       }
       if constexpr (kServed && InputServer<T, kTiles>::kGuesses)
-        guess = await_guess(exchange, my_row, j, epoch, mine && j > max(my_start, scored_from),
-                            aborted);
+        guess =
+            await_guess(exchange, my_row, j, epoch, mine && j > max(started, scored_from), aborted);
       if constexpr (kJoint) {
         if (mine && j >= begin) {
           const uint2 choice = product.choice(group, my_row);
@@ -353,7 +379,8 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         made = take_inputs<kLanes>(exchange.inputs(guess == y && guess != kNoToken ? 1 + j % 2 : 0,
                                                    (kJoint ? group * kGroupRows : 0) + my_row, 0) +
                                        unit0,
-                                   units, mine && j >= my_start, epoch + j, aborted);
+                                   units, mine && j >= started, epoch + j,
+                                   kJoint ? product.own_quarter() : -1, own, aborted);
       uint32_t bits = 0;
       if (turn) {
         float x_r, x_z, x_n;
@@ -367,7 +394,7 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
         } else {
           x_r = made.x, x_z = made.y, x_n = made.z;
         }
-        if (j == my_start && j > 0)
+        if (j == started && j > 0)
           state = to_float(static_cast<const T*>(p.states)[(my_at + j - 1) * units + unit0 + sub]);
         const T next =
             gru_unit<T>(x_r, x_z, x_n, from_state[0], from_state[1], from_state[2], state);
@@ -405,7 +432,8 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     {
       // Who does not need S_j waits for it all the same where it sends keys: they stand where those
       // of y_j do, which whoever made S_j has read.
-      uint32_t missing = scored || has_units ? awaited : 0;
+      uint32_t missing = kJoint ? await_all() : held_awaited;
+      if (!scored && !has_units) missing = 0;
       if (p.restart) {
         missing = 0;
 #pragma unroll
@@ -496,15 +524,17 @@ __global__ void __launch_bounds__(BlockMemory<kTiles>::kThreads, 1)
     __syncthreads();
 
     // u
-    if (corrects && low_warp) {
-      const float mixed = z + sum_of_parts<1>(low_sums + low_thread * Memory::kSumPitch);
+    if (const int thread = low_thread(); corrects && makes_low(thread)) {
+      if (kJoint) z = product.from_hidden();
+      const float mixed = z + sum_of_parts<1>(low_sums + thread * Memory::kSumPitch);
       uint32_t bits = from_float<T>(chain_low_rank_input(p.kind, mixed)).bits;
       bits |= __shfl_down_sync(kFullMask, bits, 1) << 16;
       const uint32_t more = __shfl_down_sync(kFullMask, bits, 2);
-      if (low_mine && low_thread % kBlockRank == 0) {
+      if (thread % kBlockRank == 0 && low_turn(thread, j)) {
         const uint64_t high = static_cast<uint64_t>(epoch + j) << 32;
-        send(low_words + (low_row * rank + low0) / 4, high | bits, high | more);
-        if (p.exact) *reinterpret_cast<uint2*>(static_cast<T*>(p.low_rank) + low_at) = {bits, more};
+        send(low_words + (thread / kBlockRank * rank + low0) / 4, high | bits, high | more);
+        if (p.exact)
+          *reinterpret_cast<uint2*>(static_cast<T*>(p.low_rank) + low_at(thread, j)) = {bits, more};
       }
     }
 
