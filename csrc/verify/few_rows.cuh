@@ -66,12 +66,12 @@ bool launch_few_rows(Kernel kernel, size_t bytes, const DeviceInfo& device,
   return true;
 }
 
-// launch(RowBlocks) with as many blocks a row as all of them have processors of their own on an
-// H200 (of clusters of four 30 do).
+// launch(RowBlocks) with as many blocks a row as give all of them processors of their own on an
+// H200, where clusters of eight come to 14 and of four to 30.
 template <class Launch>
 bool with_row_blocks(const VerifyChainParams& p, Launch launch) {
   const int64_t rows = p.batch * (p.drafts + 1);
-  if (rows <= kMostRankedRows) return launch(RowBlocks<kRankedBlocks>());
+  if (rows <= 16) return launch(RowBlocks<6>());
   if (rows <= 32) return launch(RowBlocks<3>());
   return rows <= 64 && launch(RowBlocks<2>());
 }

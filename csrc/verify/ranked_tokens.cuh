@@ -11,21 +11,13 @@
 
 namespace domino {
 
-// 16 clusters of six have processors of their own on an H200; of eight, two share theirs.
-constexpr int kRankedBlocks = 6, kLeader = kRankedBlocks - 1;
-constexpr int kRankedSteps = 7;   // of 256 tokens, that a warp has in its registers
-constexpr int kSets = kWarpSize;  // of tokens, of a block
-constexpr int kAllSets = kRankedBlocks * kSets;
 constexpr int kMostRanked = 4 * kWarpSize;  // tokens: four to a lane of the judge
-constexpr int kBlockList = 60;              // that a block may send
-constexpr int kAllSent = kRankedBlocks * kBlockList;
+constexpr int kAllSent = 360;               // that the blocks of a row may send
 // Warps of the leader: ten find places, two see to the race's noise, three to its q, one judges.
 constexpr int kPlaceParts = 5, kPlaceWarps = 2 * kPlaceParts, kNoiseWarps = 2, kMinusWarps = 3;
 constexpr int kJudge = kCutWarps - 1;
-static_assert(kAllSets <= 256);  // find_bound() counts in bf16
 static_assert(kJudge == kPlaceWarps + kNoiseWarps + kMinusWarps && kAllSent <= kJudge * kWarpSize);
 constexpr int kRaceThreads = (kNoiseWarps + kMinusWarps + 1) * kWarpSize;  // and the judge's
-constexpr int kRankedReaders = kRankedBlocks * kCutWarps - 1;              // warps of the cluster
 
 enum class RowWay : uint32_t { kRanked, kUnusable, kByValue };
 
@@ -47,11 +39,13 @@ struct alignas(16) RankedPart {
   uint32_t before;  // how many, and times 2^16 those of greater logits
 };
 
+template <class Row>
 struct RankedShared {
-  alignas(16) uint32_t tops[kAllSets / 2];  // of all sets, two bf16 a word
-  alignas(16) uint32_t set_top[kSets];      // of this block's: upper halves of their logit_key
-  uint32_t top, bound;                      // of the row, the same
-  uint32_t listed;                          // tokens from the bound up, of this block
+  static_assert(Row::kAllSets <= 256);           // find_bound() counts in bf16
+  alignas(16) uint32_t tops[Row::kAllSets / 2];  // of all sets, two bf16 a word
+  alignas(16) uint32_t set_top[Row::kSets];      // of this block's: upper halves of their logit_key
+  uint32_t top, bound;                           // of the row, the same
+  uint32_t listed;                               // tokens from the bound up, of this block
   RowWay way;
   uint64_t go;  // RowWay, to the other blocks
   // of the leader
@@ -146,10 +140,11 @@ __device__ __forceinline__ uint32_t noise_of(const RaceNoise& noise, uint32_t to
 }
 
 // The tops of this block's sets, to all blocks. By a warp.
-__device__ __forceinline__ void send_tops(RankedShared& s, int rank, const uint64_t* arrived) {
-  constexpr int kParts = kSets / 8;  // of 16 bytes
+template <class Row>
+__device__ __forceinline__ void send_tops(RankedShared<Row>& s, int rank, const uint64_t* arrived) {
+  constexpr int kParts = Row::kSets / 8;  // of 16 bytes
   const int to = threadIdx.x % kWarpSize / kParts, part = threadIdx.x % kParts;
-  if (to >= kRankedBlocks) return;
+  if (to >= Row::kBlocks) return;
   const uint4* keys = reinterpret_cast<const uint4*>(s.set_top) + part * 2;
   const uint4 four = keys[0], more = keys[1];
   const auto pair = [](uint32_t low, uint32_t high) {
@@ -158,19 +153,20 @@ __device__ __forceinline__ void send_tops(RankedShared& s, int rank, const uint6
   const auto both = [](uint32_t low, uint32_t high) {
     return static_cast<uint64_t>(high) << 32 | low;
   };
-  send_shared(shared_address_of(s.tops + rank * (kSets / 2) + part * 4, to),
+  send_shared(shared_address_of(s.tops + rank * (Row::kSets / 2) + part * 4, to),
               both(pair(four.x, four.y), pair(four.z, four.w)),
               both(pair(more.x, more.y), pair(more.z, more.w)), shared_address_of(arrived, to));
 }
 
 // The row's greatest logit and the k-th greatest of the sets' tops, as keys. Two threads a set; a
 // barrier has to follow. By whole warps.
-__device__ __forceinline__ void find_bound(RankedShared& s, uint32_t k) {
+template <class Row>
+__device__ __forceinline__ void find_bound(RankedShared<Row>& s, uint32_t k) {
   uint32_t key = 0, least = ~0u;
-  if (threadIdx.x < 2 * kAllSets) {
+  if (threadIdx.x < 2 * Row::kAllSets) {
     const uint32_t set = threadIdx.x / 2, word = s.tops[set / 2];
     const uint32_t half = set % 2 == 0 ? word & 0xffffu : word >> 16, twice = half * 0x10001u;
-    constexpr int kHalf = kAllSets / 16;
+    constexpr int kHalf = Row::kAllSets / 16;
     const uint4* others = reinterpret_cast<const uint4*>(s.tops) + threadIdx.x % 2 * kHalf;
     uint32_t above = 0, more = 0;  // counts are exact
 #pragma unroll
@@ -196,23 +192,26 @@ __device__ __forceinline__ void find_bound(RankedShared& s, uint32_t k) {
 
 // This thread's tokens from the bound up, to the leader; tells how many bytes. tops: the greatest
 // logits of its groups; first: its first token, step: from one of its groups to the next
-__device__ __forceinline__ uint32_t send_tokens(RankedShared& s, int rank, const uint64_t* arrived,
-                                                const Group<bf16> (&groups)[kRankedSteps],
-                                                const float (&tops)[kRankedSteps], float bound,
+template <class Row>
+__device__ __forceinline__ uint32_t send_tokens(RankedShared<Row>& s, int rank,
+                                                const uint64_t* arrived,
+                                                const Group<bf16> (&groups)[Row::kSteps],
+                                                const float (&tops)[Row::kSteps], float bound,
                                                 int first, int step) {
-  const uint32_t sent = shared_address_of(s.sent + rank * kBlockList, kLeader);
-  const uint32_t crowded = shared_address_of(&s.crowded, kLeader);
-  const uint32_t barrier = shared_address_of(arrived, kLeader);
+  constexpr uint32_t kOwnSent = kAllSent / Row::kBlocks;
+  const uint32_t sent = shared_address_of(s.sent + rank * kOwnSent, Row::kBlocks - 1);
+  const uint32_t crowded = shared_address_of(&s.crowded, Row::kBlocks - 1);
+  const uint32_t barrier = shared_address_of(arrived, Row::kBlocks - 1);
   const uint32_t bound_twice = (__float_as_uint(bound) >> 16) * 0x10001u;
   uint32_t hits = 0, bytes = 0;
 #pragma unroll
-  for (int n = 0; n < kRankedSteps; ++n) hits |= (tops[n] >= bound ? 1u : 0u) << n;
+  for (int n = 0; n < Row::kSteps; ++n) hits |= (tops[n] >= bound ? 1u : 0u) << n;
 #pragma unroll 1
   for (; hits != 0; hits &= hits - 1) {
     const int turn = __ffs(hits) - 1;
     uint4 words = groups[0].words;
 #pragma unroll
-    for (int n = 1; n < kRankedSteps; ++n)
+    for (int n = 1; n < Row::kSteps; ++n)
       if (turn == n) words = groups[n].words;
     const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
     uint32_t stay = 0;
@@ -225,12 +224,12 @@ __device__ __forceinline__ uint32_t send_tokens(RankedShared& s, int rank, const
     for (; stay != 0; stay &= stay - 1) {
       const uint32_t at = atomicAdd(&s.listed, 1u);
       // one token a block may say that there are too many: a barrier counts up to 2^20 bytes
-      if (at > kBlockList) return bytes;
+      if (at > kOwnSent) return bytes;
       const int which = __ffs(stay) - 1;
       const uint32_t pair =
           which < 4 ? (which < 2 ? words.x : words.y) : (which < 6 ? words.z : words.w);
       const float logit = which % 2 == 0 ? low_half(pair, bf16{}) : high_half(pair, bf16{});
-      send_shared(at < kBlockList ? sent + 8 * at : crowded,
+      send_shared(at < kOwnSent ? sent + 8 * at : crowded,
                   RankedToken::word_of(logit, first + turn * step + which), barrier);
       bytes += 8;
     }
@@ -240,7 +239,8 @@ __device__ __forceinline__ uint32_t send_tokens(RankedShared& s, int rank, const
 
 // The tokens that have been sent and have weight, next to each other. By the leader's readers; a
 // barrier has to follow.
-__device__ __forceinline__ void collect_tokens(RankedShared& s, const RowLaw& law) {
+template <class Row>
+__device__ __forceinline__ void collect_tokens(RankedShared<Row>& s, const RowLaw& law) {
   const int lane = threadIdx.x % kWarpSize;
   RankedToken token{0, 0};
   if (threadIdx.x < kAllSent) token.word = s.sent[threadIdx.x];
@@ -259,7 +259,8 @@ __device__ __forceinline__ void collect_tokens(RankedShared& s, const RowLaw& la
 
 // How many tokens come before each, and what they weigh: a lane a token, a warp a part of those
 // that may. warp: of kPlaceWarps
-__device__ __forceinline__ void find_places(RankedShared& s, int count, int warp) {
+template <class Row>
+__device__ __forceinline__ void find_places(RankedShared<Row>& s, int count, int warp) {
   const int part = warp / 2;
 #pragma unroll 1
   for (int n = warp % 2 * kWarpSize + threadIdx.x % kWarpSize; n < round_up(count, kWarpSize);
@@ -280,8 +281,8 @@ __device__ __forceinline__ void find_places(RankedShared& s, int count, int warp
 
 // What the race takes of each token that does not depend on the cut: its exponential, and what q
 // takes away. warp: of kNoiseWarps and kMinusWarps
-template <bool kByPosition>
-__device__ __forceinline__ void prepare_race(const ChainRequest& r, int i, RankedShared& s,
+template <bool kByPosition, class Row>
+__device__ __forceinline__ void prepare_race(const ChainRequest& r, int i, RankedShared<Row>& s,
                                              const RowLaw& law, const BlockNoise& noise, int count,
                                              int warp) {
   const SlotAhead& slot = s.slot;
@@ -307,10 +308,10 @@ __device__ __forceinline__ void prepare_race(const ChainRequest& r, int i, Ranke
 
 // The cut, the verdict and the race of a row whose tokens have their places, as a word for the
 // walk. By a warp.
-template <bool kByPosition>
+template <bool kByPosition, class Row>
 __device__ __forceinline__ unsigned long long judge_ranked(const ChainRequest& r, int i,
                                                            const FilterParams& filters,
-                                                           const RankedShared& s,
+                                                           const RankedShared<Row>& s,
                                                            const SlotAhead& slot,
                                                            const BlockNoise& noise) {
   constexpr int kHeld = kMostRanked / kWarpSize;

@@ -8,7 +8,6 @@
 namespace domino {
 
 constexpr int kMostTeamRows = kWarpSize / 2;  // of a request
-constexpr int kMostRankedRows = 16;           // clusters of kRankedBlocks
 
 template <int kBlockCount>
 struct RowBlocks {
@@ -17,6 +16,9 @@ struct RowBlocks {
   static constexpr int kSteps = kBlocks == 6 ? 7 : kBlocks == 3 ? 13 : 20;  // of a warp
   static constexpr int kParts = ceil_div(kSteps, kLaneGroups);
   static constexpr int kStride = kReaders * kGroupStep;  // from one of a warp's steps to the next
+  // of tokens, whose greatest logits bound a top-k (verify_ranked.cuh)
+  static constexpr int kSets = kBlocks == 6 ? kWarpSize : 2 * kWarpSize;  // of a block
+  static constexpr int kAllSets = kBlocks * kSets;
   static constexpr int64_t kMostVocab = kSteps * kStride;
   static_assert(kMostVocab >= 151'936);
 
@@ -37,7 +39,7 @@ class RowParts {
 #pragma unroll
     for (int part = 0; part < kAhead; ++part) load(part);
   }
-  __device__ __forceinline__ RowParts() = default;
+  RowParts() = default;
 
   // Steps of a part.
   static __device__ __forceinline__ constexpr int steps(int part) {

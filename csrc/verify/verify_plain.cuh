@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   unsigned long long* verdict_words = team.verdicts + i * kVerdictWords;
   const float scale = law_scale(r.temperature);
   SlotAhead slot;
+  float draft_inverse = 0.0f;
   if (judges) {
     s.sums.leave_none();
     if constexpr (kDense) s.draft_sums.leave_none();
@@ -85,6 +86,8 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     if (lane == 0) prefetch_l2(verdict_words);
     const RowSource<bf16> source(r.target_row(i), RowEdits{}, vocab);
     slot = dense_slot_ahead<kDense>(r, i, source, &s.pool);
+    // behind the barrier others wait for it, and a division by 0 takes as long as all else
+    if (slot.draft_sum != 0) draft_inverse = one_over(slot.draft_sum);
   } else {
     const float draft_scale = law_scale(r.draft_temperature);
 #pragma unroll
@@ -110,10 +113,11 @@ __global__ void __launch_bounds__(kCutThreads, 1)
       if (has_draft_row(r, i) && slot.x >= 0)
         slot = with_draft_row(r, join_sums(cluster, s.draft_sums, law_scale(r.draft_temperature)),
                               slot);
+      if (slot.draft_sum != 0) draft_inverse = one_over(slot.draft_sum);
     }
     store_verdict(verdict_words,
                   verdict_word(r, judge_plain(r, slot, stats), stats.top, -INFINITY, false, false),
-                  one_over(stats.sum), one_over(slot.draft_sum), slot.draft_top);
+                  one_over(stats.sum), draft_inverse, slot.draft_top);
   }
   race_together<kDense>(p, r, cluster, team, i, noise, t, by_value);
 }

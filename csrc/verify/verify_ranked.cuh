@@ -13,62 +13,47 @@
 #pragma once
 
 #include "verify/end_by_value.cuh"
-#include "verify/ranked_tokens.cuh"
+#include "verify/row_blocks.cuh"
 
 namespace domino {
 
 // Grid: (blocks of a cluster, drafts + 1, batch). kByPosition: all requests that are not greedy go
 // by match or gumbel. Rows are aligned, and their vocabulary is a multiple of 8.
-template <bool kByPosition>
+template <bool kByPosition, int kBlocks>
 __global__ void __launch_bounds__(kCutThreads, 1)
     verify_ranked_kernel(const __grid_constant__ VerifyChainParams p) {
   extern __shared__ uint4 dynamic_shared[];  // RankedShared, or ListedBlock
   __shared__ uint64_t tops_here, list_here, go_here;
-  RankedShared& s = *reinterpret_cast<RankedShared*>(dynamic_shared);
+  using Row = RowBlocks<kBlocks>;
+  RankedShared<Row>& s = *reinterpret_cast<RankedShared<Row>*>(dynamic_shared);
   const RowCluster cluster;
   const int i = blockIdx.y, rank = cluster.rank;
   const int64_t b = blockIdx.z;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const bool leads = rank == kLeader, judges = leads && warp == kJudge;
+  const bool leads = rank == kBlocks - 1, judges = leads && warp == kJudge;
   const int readers = leads ? kJudge * kWarpSize : kCutThreads;  // of this block
-  // neighbours in other blocks: likely tokens are often close to each other
-  const int first = (warp * kRankedBlocks + rank) * kGroupStep + lane * kGroup;
-  constexpr int kStep = kRankedReaders * kGroupStep;
-  const int vocab = static_cast<int>(p.vocab);
-  const bf16* row = static_cast<const bf16*>(p.target_logits);
+  const int first = Row::first(rank), vocab = static_cast<int>(p.vocab);
   int end = judges ? 0 : vocab;  // of what this thread reads
-  if (p.cu_rows == nullptr) {
-    row += b * p.target_batch_stride + i * p.target_row_stride;
-  } else {
-    const int64_t at = static_cast<int64_t>(p.cu_rows[b]) + i;
-    if (at < 0 || at >= p.cu_rows[b + 1] || at >= p.total_rows) end = 0;
-    row += at * p.target_row_stride;
-  }
-  Group<bf16> groups[kRankedSteps];
+  const bf16* const row = row_of_few(p, b, i, end);
+  Group<bf16> groups[Row::kSteps];
 #pragma unroll
-  for (int n = 0; n < kRankedSteps; ++n)
-    load_here(groups[n], first + n * kStep < end, row + first + n * kStep);
+  for (int n = 0; n < Row::kSteps; ++n)
+    load_here(groups[n], first + n * Row::kStride < end, row + first + n * Row::kStride);
   // the judge's own trips to memory, ahead of what they depend on
   const int64_t likely =
       judges && i < p.drafts ? p.draft_tokens[b * p.draft_tokens_stride + i] : -1;
-  if (judges && i < p.drafts && p.draft_ids != nullptr && lane * 32 < p.pool) {
-    prefetch_l2(p.draft_ids + b * p.ids_batch_stride + i * p.ids_row_stride + lane * 32);
-    prefetch_l2(static_cast<const char*>(p.draft_logits) +
-                (b * p.draft_batch_stride + i * p.draft_row_stride) *
-                    (p.draft_dtype == DType::kF32 ? 4 : 2) +
-                lane * 64);
-  }
+  if (judges) ask_for_pool(p, b, i);
   if (threadIdx.x == 0) {
     make_barrier_of(&tops_here, 1);
-    make_barrier_of(&list_here, kRankedReaders);
+    make_barrier_of(&list_here, Row::kReaders);
     make_barrier(shared_address(&go_here));
-    expect_bytes(shared_address(&tops_here), kAllSets * 2);
+    expect_bytes(shared_address(&tops_here), Row::kAllSets * 2);
     expect_bytes(shared_address(&go_here), 8);
     s.top = s.listed = s.count = 0;
     s.bound = ~0u;
     s.crowded = 0;
   }
-  if (threadIdx.x < kSets) s.set_top[threadIdx.x] = 0;
+  if (threadIdx.x < Row::kSets) s.set_top[threadIdx.x] = 0;
   if (threadIdx.x < kAllSent) s.sent[threadIdx.x] = 0;
   cluster.arrive_shared();
   // all trips to memory at once
@@ -86,7 +71,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   if (i >= r.rows) return;
   unsigned long long* words = static_cast<unsigned long long*>(p.workspace) + b * (p.drafts + 1);
   const uint32_t k = r.greedy() ? 1u : static_cast<uint32_t>(filters.top_k);
-  const bool ranked = r.greedy() || ranks_first(filters, vocab, min(kAllSets, kMostRanked));
+  const bool ranked = r.greedy() || ranks_first(filters, vocab, min(Row::kAllSets, kMostRanked));
   RowWay way = ranked ? RowWay::kRanked : RowWay::kByValue;
   if (ranked && judges) {
     if (lane == 0) prefetch_l2(words + i);
@@ -104,17 +89,16 @@ __global__ void __launch_bounds__(kCutThreads, 1)
       store_word(words + i, row_word(true, -1, row_faults(half_logit(s.top))));
     }
   } else if (ranked) {
-    uint32_t mosts[kRankedSteps], most = 0xff80ff80u;
+    uint32_t mosts[Row::kSteps], most = 0xff80ff80u;
 #pragma unroll
-    for (int n = 0; n < kRankedSteps; ++n)
-      most = max_nan(most, mosts[n] = groups[n].most(), bf16{});
+    for (int n = 0; n < Row::kSteps; ++n) most = max_nan(most, mosts[n] = groups[n].most(), bf16{});
     const float own = greater_half(most);
-    atomicMax(&s.set_top[lane], logit_key(own) >> 16);
+    atomicMax(&s.set_top[threadIdx.x % Row::kSets], logit_key(own) >> 16);
     sync_some<1>(readers);
     if (warp == 0) send_tops(s, rank, &tops_here);
-    float tops[kRankedSteps];
+    float tops[Row::kSteps];
 #pragma unroll
-    for (int n = 0; n < kRankedSteps; ++n) tops[n] = greater_half(mosts[n]);
+    for (int n = 0; n < Row::kSteps; ++n) tops[n] = greater_half(mosts[n]);
     wait_for(&tops_here);
     find_bound(s, k);
     sync_some<1>(readers);
@@ -125,9 +109,10 @@ __global__ void __launch_bounds__(kCutThreads, 1)
       way = RowWay::kByValue;
     if (way == RowWay::kRanked) {
       uint32_t bytes = 0;
-      if (own >= bound) bytes = send_tokens(s, rank, &list_here, groups, tops, bound, first, kStep);
+      if (own >= bound)
+        bytes = send_tokens(s, rank, &list_here, groups, tops, bound, first, Row::kStride);
       bytes = __reduce_add_sync(kFullMask, bytes);
-      if (lane == 0) arrive_expecting(shared_address_of(&list_here, kLeader), bytes);
+      if (lane == 0) arrive_expecting(shared_address_of(&list_here, kBlocks - 1), bytes);
       if (!leads) {
         wait_for(&go_here);
         way = static_cast<RowWay>(s.go);
@@ -138,7 +123,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
         sync_some<1>(readers);
         const int count = static_cast<int>(s.count);
         if (s.crowded != 0 || count > kMostRanked) way = RowWay::kByValue;
-        if (warp == 0 && lane < kLeader)
+        if (warp == 0 && lane < kBlocks - 1)
           send_shared(shared_address_of(&s.go, lane), static_cast<uint64_t>(way),
                       shared_address_of(&go_here, lane));
         if (way != RowWay::kRanked) {
