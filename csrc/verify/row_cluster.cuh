@@ -5,6 +5,10 @@
 
 namespace domino {
 
+// How all threads of a block meet, warps at lines of their own if need be: the barrier counts
+// warps, but __syncthreads() is for one line.
+__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
+
 struct RowCluster {
   int rank;
   int size;

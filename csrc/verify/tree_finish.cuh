@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kGeneral ? kWalkThreads : kFinishThreads,
   const auto wait_for_others = [&] {
     if (waits) {
       cluster.wait_shared();  // all blocks are there, and their steps
-      if (cluster.size == 1) __syncthreads();
+      if (cluster.size == 1) sync_block();
       previous_launch_done();
     }
     waits = false;

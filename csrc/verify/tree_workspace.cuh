@@ -84,9 +84,6 @@ __device__ __forceinline__ void touch_pages(const VerifyTreeParams& p, int64_t b
   }
 }
 
-// How all threads of a block meet.
-__device__ __forceinline__ void sync_block() { __syncthreads(); }
-
 // The nodes that have children. Rows of others are read where the walk ends, and nowhere else.
 struct InnerNodes {
   static constexpr int kWords = kMaxTreeNodes / 32;

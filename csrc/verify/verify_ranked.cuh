@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     if (lane == 0) s.slot = slot;
     // left open where the row is not ranked: barrier 3 is not for end_by_value()
     asm volatile("barrier.cta.arrive 3, %0;" ::"n"(kRaceThreads) : "memory");
-    __syncthreads();
+    sync_block();  // with the readers, below
     way = s.way;
     if (way == RowWay::kRanked) {
       const unsigned long long word = judge_ranked<kByPosition>(r, i, filters, s, slot, noise);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
     }
     if (leads) {
       if (threadIdx.x == 0) s.way = way;
-      __syncthreads();
+      sync_block();
     }
   }
   if (way == RowWay::kByValue)
