@@ -164,13 +164,9 @@ __device__ __forceinline__ void list_candidates(Candidates& s, const Group<bf16>
 #pragma unroll 1
   for (; chance != 0; chance &= chance - 1) {
     const int which = __ffs(chance) - 1;
-    float logit = group.at(0);
-    uint32_t word = words[0];
-#pragma unroll
-    for (int j = 1; j < kGroup; ++j) {
-      logit = which == j ? group.at(j) : logit;
-      word = which == j ? words[j] : word;
-    }
+    float logit;
+    uint32_t word;
+    pick_token(group, words, which, logit, word);
     if (!(static_cast<float>(word) <= weight.of(logit) * limit)) continue;
     const uint32_t at = atomicAdd(&s.candidates, 1u);
     if (at >= kMostCandidates) return;

@@ -112,6 +112,19 @@ __device__ __forceinline__ unsigned long long least_key_of_block(unsigned long l
   return least_key_of_warp(lane < blockDim.x / kWarpSize ? slots[lane] : kNoWinner);
 }
 
+// Logit and word of token `which` of a lane's. Not by an index: they would be in local memory.
+template <int kTokens, class Group>
+__device__ __forceinline__ void pick_token(const Group& group, const uint32_t (&words)[kTokens],
+                                           int which, float& logit, uint32_t& word) {
+  logit = group.at(0);
+  word = words[0];
+#pragma unroll
+  for (int j = 1; j < kTokens; ++j) {
+    logit = which == j ? group.at(j) : logit;
+    word = which == j ? words[j] : word;
+  }
+}
+
 // The winner so far, `key`, met by this lane's eight tokens as far as their time can be within
 // `bound`. winning: of the winner, where it is wanted. By a whole warp.
 template <class Group, class Weights>
@@ -148,13 +161,9 @@ __device__ __forceinline__ unsigned long long race_group(int token, const Group&
   while (chance != 0) {
     const int which = __ffs(chance) - 1;
     chance &= chance - 1;
-    float logit = group.at(0);
-    uint32_t word = words[0];
-#pragma unroll
-    for (int j = 1; j < kGroup; ++j) {
-      logit = which == j ? group.at(j) : logit;
-      word = which == j ? words[j] : word;
-    }
+    float logit;
+    uint32_t word;
+    pick_token(group, words, which, logit, word);
     const float upper = weights.upper(logit, token + which);
     if (!(upper > 0.0f)) continue;
     const unsigned long long mine =

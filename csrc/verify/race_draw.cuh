@@ -130,13 +130,9 @@ __device__ __forceinline__ unsigned long long draw_group(
   while (chance != 0) {  // by the group's greatest weight
     const int which = __ffs(chance) - 1;
     chance &= chance - 1;
-    float logit = group.at(0);
-    uint32_t word = words[0];
-#pragma unroll
-    for (int j = 1; j < kGroup; ++j) {
-      logit = which == j ? group.at(j) : logit;
-      word = which == j ? words[j] : word;
-    }
+    float logit;
+    uint32_t word;
+    pick_token(group, words, which, logit, word);
     const float upper = weights.upper(logit, token + which);
     if (!(upper > 0.0f && static_cast<float>(word) <= upper * bound * (1.001f * 0x1p32f))) continue;
     const unsigned long long mine =

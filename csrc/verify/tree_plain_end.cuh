@@ -111,13 +111,9 @@ __device__ __forceinline__ unsigned long long race_few(LastRow<T>* row, const Ro
 #pragma unroll 1
       for (; chance != 0; chance &= chance - 1) {
         const int which = __ffs(chance) - 1;
-        float here = group.at(0);
-        uint32_t word = words.word[0];
-#pragma unroll
-        for (int j = 1; j < 4; ++j) {
-          here = which == j ? group.at(j) : here;
-          word = which == j ? words.word[j] : word;
-        }
+        float here;
+        uint32_t word;
+        pick_token(group, words.word, which, here, word);
         float weight = mul_rn(law.weight(here), unit);
         if (!(static_cast<float>(word) <= weight * limit)) continue;
         if (taken != nullptr) weight = add_rn(weight, -taken->of(first + which));
