@@ -1,8 +1,8 @@
 // verify_chain with a top-k over rows of bf16 logits, where a few rows are all that there is: one
 // launch. A cluster reads one row once, and its threads keep what they have read.
 //
-//   bound    the greatest logits of 32 sets of tokens of each block: the k-th greatest of them all
-//            is one that k tokens reach
+//   bound    the greatest logits of 32 or 64 sets of tokens of each block: the k-th greatest of
+//            them all is one that k tokens reach
 //   list     the tokens from there on, mostly a few more than k, go to the cluster's last block
 //   places   how many of them come before each, and what those weigh; beside it what their race
 //            takes that does not depend on the cut

@@ -1,11 +1,11 @@
-// First launch of verify_chain by top-p, min-p or both, over rows of bf16 logits, where
-// each row has a processor to itself, without a top-k, dense q or log-probabilities: a block reads
-// a row once and counts its values (row_counter.cuh). Its last warp sees to the slot meanwhile.
-// Then each warp sums up rows of bins, all of them find the row in which the nucleus ends, and the
-// warp that has it goes on to the cut and judges the draft. Requests with min-p, values that the
-// counts do not tell apart: by row_histogram.cuh. Requests without a filter take the row's
-// statistics instead, chunk by chunk as in row_chunks.cuh. Bytes: every row once; bound by HBM and
-// by shared memory, and by latency behind them.
+// First launch of verify_chain by top-p, min-p, both or none of them, over rows of bf16 logits,
+// where each row has a processor to itself, without a top-k, dense q or log-probabilities: a block
+// reads a row once and counts its values (row_counter.cuh). Its last warp sees to the slot
+// meanwhile. Then each warp sums up rows of bins, all of them find the row in which the nucleus
+// ends, and the warp that has it goes on to the cut and judges the draft. Requests with min-p,
+// values that the counts do not tell apart: by row_histogram.cuh. Requests without a filter take
+// the row's statistics instead, chunk by chunk as in row_chunks.cuh. Bytes: every row once; bound
+// by HBM and by shared memory, and by latency behind them.
 #pragma once
 
 #include "verify/bin_rows.cuh"
