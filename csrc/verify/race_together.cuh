@@ -9,6 +9,8 @@ namespace domino {
 
 constexpr int kRacers = kJudge * kWarpSize;  // threads of a block
 constexpr int kQuadsAhead = 4;               // of four tokens, of a thread
+// words of a team's blocks, six a row at most: as many as collect_words() takes
+static_assert(6 * kMostTeamRows <= kMostGreedyParts * kGreedyWarps);
 
 // Writes what comes of a request whose walk is known to end in row `stop`, with `token`, and leaves
 // its words at 0. By the warp that judges its last row.
