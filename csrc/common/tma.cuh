@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "common/copy_async.cuh"
@@ -15,27 +16,33 @@ namespace domino {
 
 constexpr int kTileWidth = 64;  // elements of 16 bits: the 128 bytes over which a tile is swizzled
 
+// The driver's cuTensorMapEncodeTiled, which the extension does not link.
+inline int find_tile_encoder(decltype(&cuTensorMapEncodeTiled)* encode) {
+  static std::atomic<void*> known{nullptr};
+  void* found = known.load(std::memory_order_relaxed);
+  if (found == nullptr) {
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                               12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) return error;
+    known.store(found, std::memory_order_relaxed);
+  }
+  *encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  return kOk;
+}
+
 // A contiguous [rows, width] matrix of 16-bit elements, in tiles of kTileWidth columns and
 // `tile_rows` (at most 256) rows: row r of a tile has its 16 bytes number i at place i ^ (r % 8) of
 // 128 bytes, as wgmma_swizzled() and load_matrices() want them. What is outside the matrix comes as
 // zeros. data, and a row in bytes: multiples of 16.
 inline int make_tile_map(CUtensorMap* map, const void* data, DType dtype, int64_t rows,
                          int64_t width, int tile_rows) {
-  using Encode =
-      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static void* encode = nullptr;  // of the driver, which the extension does not link
-  if (encode == nullptr) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
-                                                               12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) return error;
-  }
+  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  if (const int status = find_tile_encoder(&encode); status != kOk) return status;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows)};
   const cuuint64_t row_bytes = static_cast<cuuint64_t>(width) * 2;
   const cuuint32_t tile[2] = {kTileWidth, static_cast<cuuint32_t>(tile_rows)}, step[2] = {1, 1};
-  const CUresult result = reinterpret_cast<Encode>(encode)(
+  const CUresult result = encode(
       map,
       dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
       const_cast<void*>(data), sizes, &row_bytes, tile, step, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -26,13 +26,8 @@ int launch(const ChainBlockParams& p, const PoolLaunch& shape, int64_t blocks,
 // Base logits of 16 bits as [batch, slots, whole periods, ids of a period], in tiles of 128 ids of
 // 2 periods and `of_stage` slots; what is outside comes as zeros.
 int make_stream_map(CUtensorMap* map, const ChainBlockParams& p, int64_t period, int of_stage) {
-  static void* encode = nullptr;  // of the driver, which the extension does not link
-  if (encode == nullptr) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
-                                                               12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) return error;
-  }
+  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  if (const int status = find_tile_encoder(&encode); status != kOk) return status;
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements) * 2; };
   const cuuint64_t sizes[4] = {
       static_cast<cuuint64_t>(period), static_cast<cuuint64_t>(p.vocab / period),
@@ -41,13 +36,13 @@ int make_stream_map(CUtensorMap* map, const ChainBlockParams& p, int64_t period,
                                  bytes(p.base_batch_stride)};
   const cuuint32_t tile[4] = {kPoolTile, kStreamPeriods, static_cast<cuuint32_t>(of_stage), 1};
   const cuuint32_t step[4] = {1, 1, 1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      map,
-      p.base_dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                   : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      4, const_cast<void*>(p.base_logits), sizes, strides, tile, step,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map,
+             p.base_dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             4, const_cast<void*>(p.base_logits), sizes, strides, tile, step,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? kOk : kBadArgument;
 }
 
